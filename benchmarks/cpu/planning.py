@@ -124,6 +124,7 @@ def measure_stages(folder: str) -> dict[str, Cost]:
     from fp4convert.conversion.artifact_job import artifact_job
     from fp4convert.conversion.dry_run import describe_plan
     from fp4convert.conversion.quantize import prepare_quantize
+    from fp4convert.conversion.request import take_apart
     from fp4convert.execution.settings import Settings
     from fp4convert.options.writing import QuantizeOptions
     from fp4convert.storage.open import open_source
@@ -140,7 +141,7 @@ def measure_stages(folder: str) -> dict[str, Cost]:
 
     source = open_source(folder)
     end("open the headers")
-    plan = prepare_quantize(source, QuantizeOptions("", format="nvfp4"))
+    plan = prepare_quantize(take_apart(source, QuantizeOptions("", format="nvfp4")))
     end("plan, from the opened source")
     job = artifact_job(source, plan)
     end("records and index")

@@ -17,6 +17,7 @@ from cpu.planning import write_checkpoint
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.quantize import prepare_quantize
+from fp4convert.conversion.request import take_apart
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.quality.checks import choose_modules
 from fp4convert.storage.checkpoint_files import RECORD
@@ -43,7 +44,9 @@ def write_artifact(folder: Path) -> int:
     with tempfile.TemporaryDirectory() as checkpoint:
         write_checkpoint(Path(checkpoint), LAYERS, shards=SHARDS)
         source = open_source(checkpoint)
-        job = artifact_job(source, prepare_quantize(source, QuantizeOptions("", format="nvfp4")))
+        job = artifact_job(
+            source, prepare_quantize(take_apart(source, QuantizeOptions("", format="nvfp4")))
+        )
     for shard in (shard for task in job.plan.tasks for shard in task.shards):
         with (folder / shard.file).open("wb") as out:
             out.write(shard.header)

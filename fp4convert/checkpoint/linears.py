@@ -28,6 +28,7 @@ from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.fp8_int import FP8_DTYPES
 from fp4convert.recipes.patterns import configs_in
 from fp4convert.recipes.recipe import Recipe, is_expert_stack, model_recipe
+from fp4convert.recipes.rules import FoldUse
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef
 from fp4convert.storage.source import Source
 
@@ -49,6 +50,8 @@ class Linears:
              matrix of one row
     adapter  applied to some of them
     renamed  prefix of the adapter's names, and of the model's
+    folds    places of factors that weights hold, those of the source first
+    notes    what a person should know of these
     """
 
     of: Mapping[str, Linear]
@@ -57,6 +60,8 @@ class Linears:
     vectors: Mapping[str, Linear] = field(default_factory=dict)
     adapter: Adapter | None = None
     renamed: tuple[str, str] = ("", "")
+    folds: tuple[FoldUse, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def is_packed(self) -> bool:

@@ -133,7 +133,7 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     work = prepare(options, settings.phases, may_write=not is_dry)
     if work.verdict:
         settings.tell(choice_text(work.verdict, work.plan))
-        if added := added_words(work.verdict.engine, given, options):
+        if added := added_words(work.verdict.engine, given.exclude, options.exclude):
             settings.tell(added)
     _warn(options, () if is_dry else work.warnings, settings)
     if is_dry:  # which leaves nobody a step to do

@@ -5,21 +5,17 @@ The records are those that engines read, the index of the shards, and our own.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Group, with_fused
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.record import PADDING, RecordContents, make_record
 from fp4convert.engines.module_names import engine_names
-from fp4convert.errors import InputError, did_you_mean
 from fp4convert.execution.job import Job
-from fp4convert.numerics.matrices import Blocks
-from fp4convert.options.arguments import DTYPES, KEPT_DTYPES
 from fp4convert.planning.plan import Plan
-from fp4convert.recipes.options import one_of
 from fp4convert.recipes.patterns import matches, sift
 from fp4convert.storage.checkpoint_files import (
     CARD,
@@ -57,49 +53,32 @@ def own_card(source: Source) -> frozenset[str]:
     return frozenset({CARD} if is_ours or _EVALUATED.fullmatch(text) else ())
 
 
-def refuse_odd_scale(module: str, q: Blocks) -> None:
-    """Raise InputError where a global scale is no positive number.
+def taken_along(source: Source, plan: Plan, is_part: bool) -> dict[str, Any]:
+    """Return the fields of a Result on a merged adapter and on carried blocks.
 
-    It would make every value of its module wrong.
+    is_part  of several processes: only the whole knows of carried blocks
     """
-    if q.global_scale is not None and not 0 < q.global_scale < math.inf:
-        detail = f"{module}: its global scale is {q.global_scale}; expected a positive number"
-        raise InputError("global-scale", detail, "See: fp4convert inspect.", module)
+    facts: dict[str, Any] = {"adapter": describe_adapter(plan)} if plan.adapter else {}
+    if is_part or not any(step.action == "transcode" for step in plan.steps):
+        return facts
+    from fp4convert.conversion.carried_blocks import describe_carried
+
+    return {**facts, "carried": describe_carried(plan, source.checkpoint.config)}
 
 
-def check_word(option: str, word: str | None, known: Sequence[str], code: str) -> None:
-    """Raise InputError for a word that an option does not have."""
-    if word is not None and word not in known:
-        detail = f"{option} {word!r} is not known; expected {one_of(known)}"
-        raise InputError(code, detail + did_you_mean(word, known), "Leave it out.")
-
-
-def check_keep_dtype(word: str | None, dialect: str | None) -> None:
-    """Raise InputError for a type that matrices cannot stay in there."""
-    check_word("--keep-dtype", word, KEPT_DTYPES, "unknown-dtype")
-    if word not in (None, *DTYPES) and not dialect_named(str(dialect)).TRAITS.q8_0:
-        detail = f"--keep-dtype {word} is for --dialect gguf, not {dialect}"
-        raise InputError("unknown-dtype", detail, f"Choose {one_of(DTYPES[:-1])}.")
-
-
-def check_scalars(module: str, q: Blocks, input_scale: float | None, spelling: Dialect) -> None:
-    """Raise InputError where the dialect cannot say a module's scalars.
-
-    They are its global scale and its input scale.
-    """
-    try:
-        for _ in spelling.TRAITS.scalars.encode(module, q, input_scale):
-            pass
-    except InputError as error:
-        message = error.message if module in error.message else f"{module}: {error.message}"
-        raise InputError(error.code, message, error.next_step, module) from None
+def describe_adapter(plan: Plan) -> dict[str, object] | None:
+    """Name the adapter that a plan merges, and count the tensors it changes."""
+    adapter = plan.adapter
+    if adapter is None:
+        return None
+    changed = [step for step in plan.steps for one in step.linears if one.coding.change]
+    rounded = sum(step.is_made for step in changed)
+    merged = {"rounded": rounded, "kept": len(changed) - rounded}
+    return {"name": adapter.name, **adapter.as_record(), "merged": merged}
 
 
 def _origin_of(source: Source) -> dict[str, object]:
-    """Say where the weights are from: nothing of a folder.
-
-    One GGUF file of a repository is named, too, for there may be others.
-    """
+    """Return the repository of the weights; of one GGUF file, its name, too."""
     checkpoint = source.checkpoint
     found: dict[str, object] = {"repo": checkpoint.repo, "revision": checkpoint.revision}
     files = [shard.file for shard in checkpoint.shards]
@@ -109,13 +88,10 @@ def _origin_of(source: Source) -> dict[str, object]:
 
 
 def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = None) -> Job:
-    """Make the conversion whose result is an artifact.
-
-    It writes shards, then the records that engines read, last our own.
+    """Make the job of shards, then of engines' records, last of our own.
 
     origin  of the weights; None where it is the source
     """
-
     spelling = dialect_of(plan)
     groups = plan.groups
     named = list(groups)
@@ -158,16 +134,12 @@ def ignored_by_engines(plan: Plan, config: Mapping[str, object]) -> Ignored:
 
 
 def dialect_of(plan: Plan) -> Dialect:
-    if plan.target.dialect is None:
-        raise RuntimeError("a plan to dequantize has no dialect")
-    return dialect_named(plan.target.dialect)
+    """Return the dialect that a plan writes."""
+    return dialect_named(str(plan.target.dialect))
 
 
 def index_text(plan: Plan) -> dict[str, str]:
-    """Write the index of several shards.
-
-    Also of one whose name says that there are others
-    """
+    """Return the index of several shards, or of one named as one of several."""
     files = [shard.file for shard in plan.shards]
     is_alone = len(files) == 1 and "-of-" not in files[0]
     return {} if is_alone else {index_file(files): as_text(plan.index)}

@@ -1,17 +1,22 @@
-"""Count the blocks that a conversion takes over bit for bit."""
+"""Check and count the blocks that a conversion takes over bit for bit."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from fp4convert.checkpoint.dialects.base import Dialect
+from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.dialects.tables import is_reversible
+from fp4convert.errors import InputError
 from fp4convert.makers.carried import Carried, blocks_of
-from fp4convert.numerics.formats import Format, Kind
+from fp4convert.numerics.formats import Format
 from fp4convert.numerics.matrices import Blocks, row_panels
 from fp4convert.numerics.mxfp4_as_nvfp4 import recast
 from fp4convert.planning.plan import Plan
+from fp4convert.recipes.recipe import model_recipe
 from fp4convert.storage.gguf_types import Q8_0
 
 
@@ -28,17 +33,56 @@ class CarriedModule(NamedTuple):
     input_scale: float | None = None
 
 
-def stored_blocks(plan: Plan) -> Iterator[tuple[str, Blocks]]:
-    """Find the stored blocks of every linear layer that a plan takes over."""
+def check_carried(plan: Plan) -> None:
+    """Check the scales of every linear layer whose blocks a plan takes over."""
+    spelling = dialect_named(str(plan.target.dialect))
     for step in plan.steps:
         if step.action == "transcode":
             for linear in step.linears:
                 if blocks := linear.coding.blocks(linear):
-                    yield linear.module, blocks
+                    check_scalars(linear.module, blocks, None, spelling)
 
 
-def taken_over(plan: Plan, has_inputs: bool = False) -> Iterator[CarriedModule]:
-    """Describe every linear layer whose blocks a plan takes over.
+def refuse_odd_scale(module: str, q: Blocks) -> None:
+    """Raise InputError where a global scale is no positive number.
+
+    It would make every value of its module wrong.
+    """
+    if q.global_scale is not None and not 0 < q.global_scale < math.inf:
+        detail = f"{module}: its global scale is {q.global_scale}; expected a positive number"
+        raise InputError("global-scale", detail, "See: fp4convert inspect.", module)
+
+
+def check_scalars(module: str, q: Blocks, input_scale: float | None, spelling: Dialect) -> None:
+    """Check the global scale of a module, and its spelling in a dialect.
+
+    Raises  InputError for one that is no positive number, or that the dialect cannot say; also for
+            an input scale that it cannot say
+    """
+    refuse_odd_scale(module, q)
+    try:
+        for _ in spelling.TRAITS.scalars.encode(module, q, input_scale):
+            pass
+    except InputError as error:
+        message = error.message if module in error.message else f"{module}: {error.message}"
+        raise InputError(error.code, message, error.next_step, module) from None
+
+
+def check_block_scales(module: str, q: Blocks, spelling: Dialect) -> None:
+    """Refuse block scales that engines of the dialect would misread."""
+    highest = spelling.TRAITS.highest_scale.get(q.format)
+    if highest is None:
+        return
+    sayable = bytes(range(highest + 1))
+    panels = (q.rows(first, last) for first, last in row_panels(q.shape))
+    if count := sum(len(bytes(rows.block_scales).translate(None, sayable)) for rows in panels):
+        found = f"{module} has {count} block scales with a sign, or that are NaN"
+        detail = f"{found}; engines would read them as other numbers"
+        raise InputError("dialect-block-scale", detail, "See: fp4convert inspect --full.", module)
+
+
+def taken_over(plan: Plan, has_inputs: bool) -> Iterator[CarriedModule]:
+    """Yield every linear layer whose blocks a plan takes over.
 
     has_inputs  with its scale of activations, which goes along
     """
@@ -54,53 +98,50 @@ def taken_over(plan: Plan, has_inputs: bool = False) -> Iterator[CarriedModule]:
 
 
 def describe_carried(
-    modules: Iterable[CarriedModule],
-    kind: Kind | None,
-    is_draft: Callable[[str], bool],
-    plan: Plan | None = None,
+    plan: Plan, config: Mapping[str, object], order: Iterable[str] | None = None
 ) -> dict[str, object]:
     """Count the modules that keep every bit, and name those that do not.
 
-    plan     of transcode, with modules of eight bits beside these; `floats` counts those among
-             them that became ordinary weights, `q8_0` those that became GGUF's blocks
-    kind     how the dialect stores global scales
-    is_draft tells modules of layers that draft tokens, which are counted by themselves, too
+    config   of the source; tells layers that draft tokens, which are counted by themselves, too
+    order    of the modules of an artifact that is transcoded: its modules of eight bits count, too.
+             `floats` are those among them that became ordinary weights, `q8_0` GGUF's blocks
     rounded  their global scale or input scale is stored as its reciprocal, whose reciprocal is
              another float32
     lossy    MXFP4 modules with blocks that NVFP4 cannot say; blocks, kept_blocks count those of all
     """
-    rounded, lossy, blocks, kept, count, is_cast = [], [], 0, 0, 0, False
+    kind = dialect_named(str(plan.target.dialect)).TRAITS.global_scale_kind
+    is_draft = model_recipe(config).is_draft
+    modules = [*taken_over(plan, has_inputs=order is not None)]
+    if order is not None:
+        place = {module: number for number, module in enumerate(order)}
+        modules.sort(key=lambda one: place[one.module])
+    rounded, lossy, blocks, kept, is_cast = [], [], 0, 0, False
     drafted = {"modules": 0, "blocks": 0, "kept_blocks": 0}
-    for each in modules:
-        stored, count = each.stored, count + 1
-        if each.format is stored.format:
-            scalars = (stored.global_scale, each.input_scale)
+    for module, stored, fmt, exponent, input_scale in modules:
+        if fmt is stored.format:
+            scalars = (stored.global_scale, input_scale)
             if kind and kind != stored.kind and not all(map(is_reversible, scalars)):
-                rounded.append(each.module)
+                rounded.append(module)
             continue
         is_cast = True
         own = stored.shape[0] * stored.shape[1] // stored.format.block_size
-        own_kept = 0
-        for first, last in row_panels(stored.shape):
-            own_kept += recast(stored.rows(first, last), each.exponent).kept_blocks
+        panels = (stored.rows(first, last) for first, last in row_panels(stored.shape))
+        own_kept = sum(recast(panel, exponent).kept_blocks for panel in panels)
         blocks, kept = blocks + own, kept + own_kept
-        if is_draft(each.module):
+        if is_draft(module):
             for key, value in zip(drafted, (1, own, own_kept), strict=True):
                 drafted[key] += value
         if own != own_kept:
-            lossy.append(each.module)
-    # a matrix that stays, in the type of --keep-dtype, is no module
-    beside = [
-        step
-        for step in (plan.steps if plan else ())
-        if step.linears and step.action != "copy" and not (step.form and step.form.format.is_fp4)
-    ]
-    became: dict[str, int] = defaultdict(int)
-    for step in beside:
+            lossy.append(module)
+    count, became = len(modules), defaultdict[str, int](int)
+    for step in plan.steps if order is not None else ():
+        # A matrix that stays, in the type of --keep-dtype, is no module.
+        if not step.linears or step.action == "copy" or (step.form and step.form.format.is_fp4):
+            continue
+        count += len(step.linears)
         if not step.is_made:
             key = Q8_0.lower() if step.outputs[0].dtype == Q8_0 else "floats"
             became[key] += len(step.linears)
-    count += sum(len(step.linears) for step in beside)
     document: dict[str, object] = {
         "modules": count,
         "bit_for_bit": count - len(rounded) - len(lossy) - sum(became.values()),

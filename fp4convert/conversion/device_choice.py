@@ -64,7 +64,6 @@ def choose_device(device: str, target: Target, rounded: Iterable[Linear]) -> Cho
 
     rounded  what gets codes
     """
-
     if device == "cpu":
         return Choice(device)
     if device != "auto":

@@ -133,10 +133,7 @@ class PipelineConversion(NamedTuple):
         return {**whole, **ours, "copied_bytes": copied, "components": components}
 
     def _add_copies(self, seconds: dict[str, Any], copied_nbytes: int) -> dict[str, object]:
-        """Add the times of the copies to estimated ones.
-
-        They are hashed at the same rate: once, and once more as they arrive where they do.
-        """
+        """Add the copies, which are hashed twice where they arrive, to the times."""
         streamed = sum(
             c.source.checkpoint.nbytes for c in self.conversions.values() if c.source.is_streamed
         )
@@ -169,7 +166,7 @@ class PipelineConversion(NamedTuple):
         next(iter(self.conversions.values())).check(settings)
 
     def check_output(self, settings: Settings) -> None:
-        self._refuse_links()
+        refuse_linked_folders(self.options.folder, (f"{name}/any" for name in self.conversions))
         check_output(self._copying(), self.options.folder, settings)
         for name, conversion in self.conversions.items():
             is_forced = settings.is_forced or self._is_reopened(conversion)
@@ -182,10 +179,7 @@ class PipelineConversion(NamedTuple):
 
     @contextmanager
     def _begun(self, settings: Settings) -> Iterator[OutputFolder]:
-        """Begin every folder with its plan in it, the pipeline's first.
-
-        None is begun, and nothing goes, where one of them refuses.
-        """
+        """Begin every folder with its plan, or none where one of them refuses."""
         self.check_output(settings)
         for name, conversion in self.conversions.items():
             with named(name):
@@ -194,15 +188,13 @@ class PipelineConversion(NamedTuple):
         with opened(self._copying(), self.options.folder, settings) as folder:
             for name, conversion in self.conversions.items():
                 with named(name), write_errors_at(self.options.folder):
-                    self._reopen(conversion)
+                    output = conversion.options.folder
+                    if self._is_reopened(conversion) and (old := read_manifest(output)):
+                        (output / old.last).unlink(missing_ok=True)  # its record
                     if conversion.begin(self._within(settings, name)).missing():
                         # Done again after it was whole: nothing loads it meanwhile.
                         self._end.unlink(missing_ok=True)
             yield folder
-
-    def _refuse_links(self) -> None:
-        """Raise OutputError where the folder of a component is a link."""
-        refuse_linked_folders(self.options.folder, (f"{name}/any" for name in self.conversions))
 
     @property
     def _end(self) -> Path:
@@ -210,10 +202,7 @@ class PipelineConversion(NamedTuple):
         return self.options.folder / PIPELINE
 
     def _is_reopened(self, conversion: Conversion) -> bool:
-        """Tell whether changed options may go on: the whole is unfinished.
-
-        Then no component counts as finished, so that its plan may be replaced.
-        """
+        """Tell whether the whole is unfinished: a component's plan may change."""
         output = conversion.options.folder
         manifest = conversion.job.manifest()
         old = read_manifest(output) if (output / PLAN_FILE).exists() else None
@@ -223,12 +212,6 @@ class PipelineConversion(NamedTuple):
             and old.identity == manifest.identity
             and old.plan_id != manifest.plan_id
         )
-
-    def _reopen(self, conversion: Conversion) -> None:
-        """Remove the record of a component that is reopened."""
-        output = conversion.options.folder
-        if self._is_reopened(conversion) and (old := read_manifest(output)):
-            (output / old.last).unlink(missing_ok=True)
 
     def carry_out(self, settings: Settings) -> Result:
         self.check(settings)
@@ -240,10 +223,7 @@ class PipelineConversion(NamedTuple):
         return self._join_results(results, copied, adopted_nbytes)
 
     def _convert(self, settings: Settings) -> dict[str, Result]:
-        """Convert every component; raise one error for all NaN and Inf.
-
-        Where weights of one are NaN or Inf, the others are converted all the same.
-        """
+        """Convert every component; raise one error for all NaN and Inf at the end."""
 
         def hear_name(component: str, path: Path, file: str, sha256: str) -> None:
             settings.on_named(path, f"{component}/{file}", sha256)
@@ -251,9 +231,9 @@ class PipelineConversion(NamedTuple):
         results: dict[str, Result] = {}
         unsound: list[NumericError] = []
         for name, conversion in self.conversions.items():
+            own = self._within(settings, name)
             try:
                 with named(name):
-                    own = self._within(settings, name)
                     results[name] = conversion.carry_out(
                         replace(own, on_named=partial(hear_name, name))
                     )
@@ -349,10 +329,7 @@ def _label_entries(name: str, value: object) -> object:
 
 
 def _join_values(key: str, value: object, other: object) -> object:
-    """Join a value of two documents: append lists, add numbers.
-
-    Of memory and threads the larger number stands: components are converted one after another.
-    """
+    """Append lists, add numbers; of memory and threads take the larger number."""
     if isinstance(value, list) and isinstance(other, list):
         return [*value, *other]
     if isinstance(value, dict) and isinstance(other, dict):

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from fp4convert.checkpoint.module_names import join_names, reading_rank, split_leaf, split_numbers
 from fp4convert.checkpoint.record import method_settings
+from fp4convert.conversion.artifact_job import describe_adapter
 from fp4convert.conversion.device_choice import (
     choose_device,
     hashed_bytes_per_second,
     rounded_by,
     weights_per_second,
 )
-from fp4convert.conversion.quantize import describe_adapter
 from fp4convert.execution.job import Job
 from fp4convert.execution.settings import Settings
 from fp4convert.makers.methods.returning import glance

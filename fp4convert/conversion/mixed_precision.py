@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from fp4convert.calibration.statistics import check_linears
@@ -17,24 +18,17 @@ from fp4convert.checkpoint.encodings.floats import advise_on_types
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.device_choice import choose_device
 from fp4convert.conversion.parts import Option, Parts, choose, is_plain, pattern_of
-from fp4convert.conversion.quantize import plan_with
-from fp4convert.conversion.recorded_options import options_recorded
-from fp4convert.conversion.request import Request, goal_record, take_apart
-from fp4convert.conversion.weight_losses import (
-    SAMPLE_NBYTES,
-    Bench,
-    Losses,
-    measure,
-)
+from fp4convert.conversion.quantize import place_outputs
+from fp4convert.conversion.request import Request
+from fp4convert.conversion.weight_losses import SAMPLE_NBYTES, Bench, Losses, measure
 from fp4convert.errors import InputError
 from fp4convert.execution.job import refuse_inside
 from fp4convert.execution.plan_file import read_manifest
+from fp4convert.execution.settings import Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.decisions import NAME_SOME
-from fp4convert.progress import Phases, size_text
+from fp4convert.progress import size_text
 from fp4convert.recipes.rules import FormatRule, Patterns
-from fp4convert.storage.source import Source
 
 GIGA = 10**9
 NMSE = "nmse"  # what errors are where outputs were not measured
@@ -128,27 +122,23 @@ class Fit(NamedTuple):
         return {**asked, **found, **error, "modules": dict(self.modules), "formats": formats}
 
 
-def fit(
-    source: Source, options: QuantizeOptions, goal: Goal, phases: Phases, may_write: bool
-) -> Fit:
+def fit(request: Request, goal: Goal, output: Path, settings: Settings, may_write: bool) -> Fit:
     """Measure, and choose the formats that meet the goal with the least error.
 
     may_write  measurements are kept in the output folder; they are read from there in any case
     Raises  InputError for a goal out of reach, or where nothing is rounded; what `measure` raises;
             OutputError for a folder that is somebody else's
     """
-    if options.via:
+    source, recipe, calibration = request.source, request.recipe, request.scalars.calibration
+    if recipe.target.via:
         detail = "--via rounds twice, for comparison; with a target every module is rounded once"
         raise InputError("target-via", detail)
-    request = take_apart(source, options)
-    recipe, calibration = request.recipe, request.scalars.calibration
     parts = Parts.of(source, recipe, request.linears, request.scalars)
     if not parts.modules:
         detail = f"no module becomes {recipe.format.name}, so there is nothing to choose"
         next_step = advise_on_types(source.checkpoint.tensors, NAME_SOME)
         raise InputError("no-linears", detail, next_step)
-    recorded = options_recorded(options, source, recipe.target)
-    fitting, known = _Fitting(goal, parts, request, recorded), parts.known_losses()
+    fitting, known = _Fitting(goal, parts, request, request.recorded(None)), parts.known_losses()
     fitting.check()
     if not any(recipe.format.name in one.formats for one in parts.candidates):
         count = sum(map(len, parts.modules.values()))
@@ -156,40 +146,38 @@ def fit(
         detail = f"{detail} taken over as they are; expected one that is rounded"
         raise InputError("idle-option", detail)
     if may_write:
-        refuse_inside(source, options.folder)
-        if options.folder.is_dir():
-            read_manifest(options.folder)
+        refuse_inside(source, output)
+        if output.is_dir():
+            read_manifest(output)
     if known:
         return fitting.best(*known)
     if calibration:
         check_linears(calibration, (candidate.linear for candidate in parts.candidates))
         for candidate in parts.candidates:
             calibration.moments(candidate.linear.module)
-    return fitting.best(*_measure(parts, options, phases, may_write))
+    return fitting.best(*_measure(parts, output, settings, may_write))
 
 
 def _measure(
-    parts: Parts, options: QuantizeOptions, phases: Phases, may_write: bool
+    parts: Parts, output: Path, settings: Settings, may_write: bool
 ) -> tuple[Losses, tuple[str, ...]]:
     """Measure weights; say what a person should know of it."""
     source, recipe, candidates = parts.source, parts.recipe, parts.candidates
     calibration, table = parts.scalars.calibration, parts.dialect.TRAITS.fp8
     target = recipe.target._replace(method="rtn")
     measured = (one.linear for one in candidates if recipe.format.name in one.formats)
-    choice = choose_device(options.device, target, measured)
+    choice = choose_device(settings.device, target, measured)
     if choice.device != "cpu" and choice.reason:
-        options.tell(f"measuring: {choice.reason}")
+        settings.tell(f"measuring: {choice.reason}")
     bench = Bench(
         source,
         target,
         open_backend(choice.device),
         calibration,
         str(table.made) if table else "row",
-        options.folder,
+        output,
         may_write,
-        options.workers,
-        phases,
-        options.tell,
+        settings,
     )
     losses = measure(bench, candidates)
     nbytes = sum(candidate.nbytes for candidate in candidates)
@@ -248,10 +236,7 @@ class _Fitting(NamedTuple):
         return [min(options, key=lambda option: option.nbytes) for options in self._forced(parts)]
 
     def _choose(self, parts: Sequence[Sequence[Option]], most: int) -> list[Option]:
-        """Choose with something in the format asked for, within so many bytes.
-
-        Returns  the smallest choice where nothing fits
-        """
+        """Choose with something in the format asked for; else the smallest choice."""
         for tried in (parts, self._forced(parts)):
             if found := choose(tried, most):
                 found = self._with_asked_format(parts, found)
@@ -277,10 +262,7 @@ class _Fitting(NamedTuple):
     def _with_asked_format(
         self, parts: Sequence[Sequence[Option]], chosen: list[Option]
     ) -> list[Option]:
-        """Return the choice, with something in the format that is asked for.
-
-        Where it has nothing in it, the part that loses least becomes it.
-        """
+        """Give the format asked for to the part that loses least, if none has it."""
         name = self.parts.recipe.format.name
         if any(option.word == name for option in chosen):
             return chosen
@@ -330,9 +312,6 @@ class _Fitting(NamedTuple):
 
     def artifact_nbytes(self, chosen: Sequence[Option]) -> int:
         """Count the bytes of all files, exactly."""
-        rules = self._rules(chosen)
-        own, goal = self.parts, self.goal
-        plan = plan_with(self.request, rules)
-        told = goal_record(goal.bits, own.scalars.calibration)
-        plan = replace(plan, goal=told, options=self.recorded)
-        return artifact_job(own.source, plan).result_nbytes
+        plan = place_outputs(self.request, self._rules(chosen))
+        plan = replace(plan, goal=self.request.goal, options=self.recorded)
+        return artifact_job(self.parts.source, plan).result_nbytes

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Conversion:
-    """One checkpoint into one folder: a Work.
+    """One checkpoint into one folder; diffusers.py has the same of a pipeline.
 
     fitted   which formats were chosen for modules, where a size was asked for
     verdict  of the engine that was asked for, which loads it
@@ -54,16 +54,20 @@ class Conversion:
         return [*self.plan.warnings, *(self.fitted.words if self.fitted else ())]
 
     def jobs(self) -> dict[str, Job]:
+        """Return what writes files, by its folder in the result."""
         return {"": self.job}
 
     def names(self) -> list[str]:
+        """List every file that it writes."""
         manifest = self.job.manifest()
         return [*manifest.files, manifest.last]
 
     def artifacts(self) -> dict[str, QuantizeOptions]:
+        """Return the options of each artifact by folder; "" is the result itself."""
         return {"": self.options}
 
     def describe(self, settings: Settings) -> dict[str, object]:
+        """Return the document of a dry run."""
         from fp4convert.conversion.dry_run import describe_plan
 
         document = dict[str, Any](describe_plan(self.job, settings))
@@ -76,6 +80,7 @@ class Conversion:
         }
 
     def check(self, settings: Settings) -> None:
+        """Refuse a device, a cluster or a part that cannot be."""
         if self.options.ray is not None:
             from fp4convert.conversion.ray_workers import check_cluster
 
@@ -84,22 +89,26 @@ class Conversion:
             open_backend(settings.device)
 
     def check_output(self, settings: Settings) -> None:
+        """Raise what `begin` raises of the output folder; change nothing."""
         check_output(self.job, self.options.folder, settings)
 
     def begin(self, settings: Settings) -> OutputFolder:
+        """Return the output folder with the plan in it."""
         return begin(self.job, self.options.folder, settings)
 
     def carry_out(self, settings: Settings) -> Result:
-
+        """Convert; raise what `quantize` and `quantize_together` raise."""
+        output = self.options.folder
         if self.options.ray is None:
-            return quantize(self.source, self.plan, self.options.folder, settings)
+            return quantize(self.source, self.plan, output, settings)
+        from fp4convert.conversion.ray_workers import options_for_nodes, quantize_together
+
         formats = self.fitted.rules if self.fitted else ()
-
-        from fp4convert.conversion.ray_workers import quantize_together
-
-        return quantize_together(self.options, formats, (self.source, self.plan), settings)
+        order = options_for_nodes(self.options, self.source), formats
+        return quantize_together(self.options.ray, order, self.job, output, settings)
 
     def next_steps(self, is_absolute: bool = False) -> list[str]:
+        """Return commands to run once it is whole; absolute ones for any folder."""
         output, original = self.options.place, self.options.source
         if self.options.subfolder and not self.source.is_streamed:
             original = Path(original, self.options.subfolder)
@@ -116,9 +125,8 @@ class Conversion:
             for adapter in one_adapter(self.options.lora):
                 words += ["--lora", absolute(adapter) if is_absolute else adapter]
         checkpoint, folder = self.source.checkpoint, str(output)
-        if self.options.no_keep:  # nothing here can be loaded
-            return [shell_line(*words)]
-        if self._server is None or self.plan.faults:
+        # Nothing here can be loaded, or engines refuse it as they do its source.
+        if self.options.no_keep or self._server is None or self.plan.faults:
             return [shell_line(*words)]
         config_words = self._config_words(is_absolute)
         line = serve_line(self._server, self.plan, checkpoint, folder, config_words)
@@ -141,4 +149,5 @@ class Conversion:
         return f"{words}, subfolder={json.dumps(subfolder)}" if subfolder else words
 
     def ended_files(self) -> dict[str, str]:
+        """Return the sha256 of every file, once it is done."""
         return read_ended_files(self.options.folder)

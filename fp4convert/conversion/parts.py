@@ -247,10 +247,7 @@ class Parts(NamedTuple):
 
 
 def _standing_for(modules: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Choose the modules of a part that are measured: of experts some, evenly.
-
-    Yields  each with the number of those of its kind
-    """
+    """Yield the modules to measure, of experts some, with how many of a kind."""
     for own in _by_kind(modules):
         count = min(len(own), MOST_EXPERTS)
         yield from ((own[number * len(own) // count], count) for number in range(count))
@@ -265,10 +262,7 @@ def _by_kind(modules: Sequence[str]) -> list[list[str]]:
 
 
 def _mean_error(word: str, modules: Sequence[str], losses: Losses) -> float:
-    """Sum over kinds of modules what each loses in that format.
-
-    Modules of one kind, which are experts, count as the mean of those that stand for them.
-    """
+    """Sum the losses of a format over kinds of modules, of experts the mean."""
     total = []
     for own in _by_kind([module for module, _ in _standing_for(modules)]):
         found = [losses.get(module, {}).get(word, 0.0) for module in own]
@@ -322,11 +316,7 @@ def choose(parts: Sequence[Sequence[Option]], nbytes: int) -> list[Option] | Non
 
 
 def _exchange(hulls: Sequence[Sequence[Option]], levels: list[int], nbytes: int) -> bool:
-    """Raise a part and lower others where that lessens the error.
-
-    Of all parts that could be raised it is the one that gains most, less the price of the others.
-    Returns whether there was one
-    """
+    """Raise the part that gains most, if cheaper steps pay for it."""
     taken = sum(options[level].nbytes for options, level in zip(hulls, levels, strict=True))
     steps = sorted(
         (_price(before, after), part, level, before.nbytes - after.nbytes)

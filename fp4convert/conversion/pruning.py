@@ -210,10 +210,7 @@ def _refuse_artifact(source: Source) -> None:
 def _choose_experts(
     calibration: Calibration, mixture: Mixture, routing: Routing
 ) -> tuple[int, ...]:
-    """Choose the experts of a mixture that stay.
-
-    Raises InputError where the calibration does not tell
-    """
+    """Choose the experts of a mixture that stay, by their saliency."""
     again = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
     if not calibration.has(mixture.name, "expert_saliency"):
         detail = f"{calibration.path} has no expert_saliency of {mixture.name}"
@@ -295,7 +292,7 @@ def _drafts(
 def _recount(
     config: Mapping[str, object], counts: Collection[str], routing: Routing, is_shorter: bool
 ) -> dict[str, object]:
-    """Write as many experts as stay into a config.json, and what is nested.
+    """Write the new number of experts into a config.json and into nested ones.
 
     is_shorter  layers that predict further tokens are left out
     """

@@ -17,20 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fp4convert.conversion.quantize import (
-    begin_quantize,
-    prepare_quantize,
-    quantize,
-)
-from fp4convert.conversion.request import padded_as_asked
-from fp4convert.errors import (
-    DeviceError,
-    Fp4Error,
-    InputError,
-    describe_missing,
-    install_line,
-)
+from fp4convert.conversion.quantize import prepare_quantize, quantize
+from fp4convert.conversion.request import padded_as_asked, take_apart
+from fp4convert.errors import DeviceError, Fp4Error, InputError, describe_missing, install_line
 from fp4convert.execution.folder import OutputFolder
+from fp4convert.execution.job import Job, begin
 from fp4convert.execution.plan_file import TaskFiles
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.options.access import ignore
@@ -49,6 +40,8 @@ CONNECT_SECONDS = 5.0
 OLDEST = (2, 50)
 # of this process's variables; Ray shows them to everybody, so the token goes another way
 CARRIED = ("HF_ENDPOINT", "HF_HUB_OFFLINE")
+Order = tuple[QuantizeOptions, tuple[FormatRule, ...]]
+"""What work_on_node takes."""
 
 
 def work_on_node(
@@ -63,7 +56,7 @@ def work_on_node(
         source = open_source(os.fspath(options.source), options.access())
         source = padded_as_asked(source, options)
         settings = Settings(options.device, options.workers, is_joining=True)
-        plan = prepare_quantize(source, options, formats)
+        plan = prepare_quantize(take_apart(source, options), formats)
         return quantize(source, plan, options.folder, settings)
     except Fp4Error as error:
         return {
@@ -73,30 +66,26 @@ def work_on_node(
 
 
 def quantize_together(
-    options: QuantizeOptions,
-    formats: tuple[FormatRule, ...],
-    planned: tuple[Source, Plan],
-    settings: Settings,
+    address: str, order: Order, job: Job, output: Path, settings: Settings
 ) -> Result:
-    """Carry out a plan by workers on all nodes.
+    """Carry out a job by workers on all nodes.
 
     This process begins the folder, and watches.
 
-    planned   the source that the options name, and the plan of prepare_quantize
+    order     what the job is planned from, as it means the same on every node
     settings  of this process
     Raises    InputError where Ray is not there; DeviceError where every worker is lost; what
               quantize raises
     """
-    (source, plan), address = planned, str(options.ray)
     # Ray prints what its nodes have to say.
     with redirect_stdout(sys.stderr), _connected(address) as ray:
-        folder = begin_quantize(source, plan, options.folder, settings)
-        settings.phases.begin("quantize", plan.source_bytes)
-        workers = dict(_start(ray, options_for_nodes(options, source), formats))
-        results, refused = _wait_for(ray, workers, folder, plan, settings)
+        folder = begin(job, output, settings)
+        settings.phases.begin("quantize", job.plan.source_bytes)
+        workers = dict(_start(ray, order))
+        results, refused = _wait_for(ray, workers, folder, job.plan, settings)
     if results:
         last = max(results, key=lambda result: result.seconds)
-        return replace(last, output=str(options.folder))
+        return replace(last, output=str(output))
     if refused:
         error: Fp4Error = refused[0]["kind"](*refused[0]["said"])
         raise error
@@ -191,10 +180,7 @@ def _wait_for(
 
 
 def _report_finished(folder: OutputFolder, left: dict[str, Task], settings: Settings) -> None:
-    """Report and drop the tasks of which the folder has a record now.
-
-    left  by key
-    """
+    """Report and drop the tasks, by key, that have a record in the folder now."""
     for task in list(left.values()):
         done = folder.record_of(TaskFiles.of(task))
         if done is None:
@@ -215,22 +201,15 @@ def _ended(ray: ModuleType, workers: dict[Any, str]) -> list[Any]:
         raise stop if stop is not None and not isinstance(stop, Exception) else error from None
 
 
-def _start(
-    ray: ModuleType, options: QuantizeOptions, formats: tuple[FormatRule, ...]
-) -> Iterator[tuple[Any, str]]:
-    """Start a worker on every node that has a processor.
-
-    Yields  (worker, name of its node)
-    """
+def _start(ray: ModuleType, order: Order) -> Iterator[tuple[Any, str]]:
+    """Start a worker on every node with a processor; yield (worker, node)."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     for node in _nodes(ray):
         place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         needs = {"num_cpus": 1, "num_gpus": node["Resources"].get("GPU", 0), "max_retries": 0}
         yield (
-            ray.remote(work_on_node)
-            .options(**needs, scheduling_strategy=place)
-            .remote(options, formats),
+            ray.remote(work_on_node).options(**needs, scheduling_strategy=place).remote(*order),
             node["NodeManagerHostname"],
         )
 

@@ -65,9 +65,7 @@ def options_recorded(
 
 
 def as_recorded(
-    options: QuantizeOptions,
-    calibration: str | None = None,
-    taken: Mapping[str, str] | None = None,
+    options: QuantizeOptions, calibration: str | None = None, taken: Mapping[str, str] | None = None
 ) -> dict[str, object]:
     """Return the options that are not their defaults, without a path.
 
@@ -143,10 +141,7 @@ def _given(options: QuantizeOptions) -> dict[str, Any]:
 
 
 def _described(name: str, value: object, taken: str | None) -> object:
-    """Say an option's value in JSON, without a path.
-
-    A number and a recipe of ours are these, also where a file here has that name.
-    """
+    """Describe an option's value in JSON, without a path."""
     if isinstance(value, tuple):
         return [_described(name, each, taken) for each in value]
     if name not in FILES or not isinstance(value, str | os.PathLike):

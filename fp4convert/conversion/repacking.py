@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,14 +34,16 @@ from fp4convert.conversion.artifact_job import (
     CARD_LEFT,
     ENGINE_RECORDS,
     artifact_job,
-    check_keep_dtype,
-    check_scalars,
     dialect_of,
     index_text,
     own_card,
+)
+from fp4convert.conversion.carried_blocks import (
+    check_block_scales,
+    check_scalars,
+    describe_carried,
     refuse_odd_scale,
 )
-from fp4convert.conversion.carried_blocks import describe_carried, taken_over
 from fp4convert.conversion.recorded_options import refuse_harmed
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.execution.carry_out import carry_out
@@ -49,14 +51,8 @@ from fp4convert.execution.job import Job
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.makers.maker import Tools
 from fp4convert.numerics.backends import open_backend
-from fp4convert.numerics.formats import (
-    FLOAT_TYPES,
-    FP4_FORMATS,
-    Format,
-    dtype_named,
-    format_named,
-)
-from fp4convert.numerics.matrices import row_panels
+from fp4convert.numerics.formats import FLOAT_TYPES, FP4_FORMATS, Format, dtype_named, format_named
+from fp4convert.options.arguments import check_keep_dtype
 from fp4convert.options.rewriting import TranscodeOptions
 from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.gguf_template import PLACELESS, Framed, name_replaced, place_modules
@@ -93,24 +89,23 @@ def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) ->
         _refuse_other_scales(artifact)
     recipe = model_recipe(source.checkpoint.config)
     linears = find_linears(source, recipe)
-    rules = (
-        *(rules_of(artifact, recipe) if artifact else ()),
-        *rules_of_gguf(linears.of.values(), recipe),
-    )
-    stacks, notes = find_stacks(linears.of.values(), tuple(dict.fromkeys(rules)))
-    packed = [linear for linear in linears.of.values() if linear.coding.is_packed]
-    idle = [ref.name for ref in linears.idle]
+    rules = [*rules_of_gguf(linears.of.values(), recipe)]
+    idle, notes = [ref.name for ref in linears.idle], []
     if artifact:
+        rules = [*rules_of(artifact, recipe), *rules]
         idle += [ref.name for module in artifact.modules.values() for ref in module.companions]
         idle += artifact.cache_scales
+        if PADDING in artifact.record:
+            notes.append(
+                "the zeros that the artifact has for ranks of tensor parallelism stay, in weights"
+                " and config.json; the model computes the same"
+            )
+    stacks, doubts = find_stacks(linears.of.values(), tuple(dict.fromkeys(rules)))
+    packed = [linear for linear in linears.of.values() if linear.coding.is_packed]
     packed += linears.vectors.values()
     plan = plan_dequantize(source.checkpoint, packed, stacks, dtype, idle)
-    if artifact and PADDING in artifact.record:
-        kept = "the zeros that the artifact has for ranks of tensor parallelism stay, in weights"
-        notes = [*notes, f"{kept} and config.json; the model computes the same"]
-    if own_card(source):
-        notes = [*notes, CARD_LEFT]
-    return replace(plan, warnings=(*plan.warnings, *notes))
+    card = [CARD_LEFT] if own_card(source) else []
+    return replace(plan, warnings=(*plan.warnings, *doubts, *notes, *card))
 
 
 def dequantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Result:
@@ -121,15 +116,10 @@ def dequantize(source: Source, plan: Plan, output: Path, settings: Settings) -> 
             OutputError as open_output does
     """
     refuse_harmed(source, output, settings)
-    config = _widen_dtypes(
-        source.checkpoint.config, FLOAT_TYPES[dtype_named(plan.target.format)].config_name
-    )
-    config = unquantized(config)
-    texts = index_text(plan)
-    last = plan.shards[-1].file
+    texts, last = index_text(plan), plan.shards[-1].file
     if all(shard.frame.container == "safetensors" for shard in source.checkpoint.shards):
-        last = "config.json"
-        texts[last] = as_text(config)
+        last, dtype = "config.json", FLOAT_TYPES[dtype_named(plan.target.format)].config_name
+        texts[last] = as_text(unquantized(_widen_dtypes(source.checkpoint.config, dtype)))
     replaced = ENGINE_RECORDS | texts.keys() | own_card(source)
     job = Job(source, plan, texts, None, last, replaced, "dequantize")
     # Values are twice to seven times as long as codes: a GPU would send back more than it gets.
@@ -151,47 +141,55 @@ def prepare_transcode(
     check_keep_dtype(options.keep_dtype, options.dialect)
     made = _cast_to(artifact, options.format)
     target = _target_of(artifact, options, made)
-    contents = _contents_of(artifact, target, made)
-    contents = contents._replace(keep_dtype=options.keep_dtype)
+    contents = _contents_of(artifact, target, made)._replace(keep_dtype=options.keep_dtype)
     spelling = _dialect_of(target)
     with refusing(artifact.source):
         for module, packed in artifact.modules.items():
             if made in (None, packed.form.format):
                 q = artifact.decode(module)
-                refuse_odd_scale(module, q)
                 check_scalars(module, q, artifact.input_scale(module), spelling)
-                _check_block_scales(artifact, module, spelling)
+                check_block_scales(module, q, spelling)
+    replaced: dict[str, str] = {}
     if donor is None:
         caches, notes = carry_cache(artifact, spelling)
-        if own_card(artifact.source):
-            notes = (*notes, CARD_LEFT)
+        notes = (*notes, *([CARD_LEFT] if own_card(artifact.source) else []))
         plan = plan_transcode(artifact.source.checkpoint, contents, target, caches=caches)
-        plan = replace(
-            plan, warnings=(*plan.warnings, *notes), options=_options_recorded(artifact, options)
-        )
-        return _add_losses(artifact, plan, made)
-    if spelling.TRAITS.container != "gguf":
-        raise InputError(
-            "template",
-            f"--template is not for dialect {options.dialect}, only for gguf",
-            "Leave it out.",
-        )
+    else:
+        plan, replaced = _plan_framed(artifact, contents, target, donor)
+        lost = [
+            name for name, reason in {**replaced, **plan.left_out}.items() if reason == PLACELESS
+        ]
+        what = f"{len(lost)} tensors are left out, for the GGUF file has no place for them"
+        notes = (f"{what}, the first {lost[0]!r}",) if lost else ()
+    return replace(
+        plan,
+        warnings=(*plan.warnings, *notes, *_losses(artifact, plan, made)),
+        stacks=rules_of(artifact, model_recipe(artifact.source.checkpoint.config)),
+        folds=folds_recorded(artifact.record),
+        options=_options_recorded(artifact, options),
+        left_out={**replaced, **plan.left_out},
+    )
+
+
+def _plan_framed(
+    artifact: Artifact, contents: Contents, target: Target, donor: Source
+) -> tuple[Plan, dict[str, str]]:
+    """Plan an artifact's modules in the frame of a GGUF file.
+
+    Returns  also the tensors of the artifact that the file's own replace, and why
+    """
+    if dialect_named(str(target.dialect)).TRAITS.container != "gguf":
+        detail = f"--template is not for dialect {target.dialect}, only for gguf"
+        raise InputError("template", detail, "Leave it out.")
     _check_unit_scales(artifact, donor)
     refuse_other_matrices(artifact.source.checkpoint, contents)
     framed = Framed(donor, artifact.source).checkpoint
     with refusing(artifact.source), refusing(donor):
         placed = place_modules(artifact, contents.others, donor)
         replaced = name_replaced(artifact, contents.others, donor)
-    plan = _add_losses(artifact, plan_transcode(framed, contents, target, placed), made)
-    left_out = {**replaced, **plan.left_out}
-    refuse_forgotten(artifact.tensors.values(), plan.tasks, left_out, {})
-    lost = [name for name, reason in left_out.items() if reason == PLACELESS]
-    what = f"{len(lost)} tensors are left out, for the GGUF file has no place for them"
-    notes = (f"{what}, the first {lost[0]!r}",) if lost else ()
-    plan = replace(
-        plan, warnings=(*plan.warnings, *notes), options=_options_recorded(artifact, options)
-    )
-    return replace(plan, left_out=left_out)
+    plan = plan_transcode(framed, contents, target, placed)
+    refuse_forgotten(artifact.tensors.values(), plan.tasks, {**replaced, **plan.left_out}, {})
+    return plan, replaced
 
 
 def _dialect_of(target: Target) -> Dialect:
@@ -208,34 +206,28 @@ def _dialect_of(target: Target) -> Dialect:
 
 
 def _options_recorded(artifact: Artifact, options: TranscodeOptions) -> dict[str, object] | None:
-    """Return the options of the quantize that was first, and of all after it.
-
-    None where they are not known
-    """
+    """Return the options of quantize and of all later transcodes, if known."""
     known = artifact.record.get(OPTIONS)
     if not isinstance(known, dict):
         return None
     earlier = known.get(TRANSCODED, [])
-    told = {name: getattr(options, name) for name in ("dialect", "format", "scale_layout")}
-    told |= {"keep_dtype": options.keep_dtype, "template": options.template is not None or None}
+    names = ("dialect", "format", "scale_layout", "keep_dtype")
+    told = {name: getattr(options, name) for name in names}
+    told["template"] = options.template is not None or None
     step = {name: value for name, value in told.items() if value is not None}
     return {**known, TRANSCODED: [*(earlier if isinstance(earlier, list) else ()), step]}
 
 
 def _cast_to(artifact: Artifact, word: str | None) -> Format | None:
-    """Return the format that four-bit modules are cast to; None for their own.
-
-    Raises  InputError where one of them cannot be, or there are none
-    """
+    """Return the format that four-bit modules are cast to; None for their own."""
     if word is None:
         return None
     made = format_named(word, FP4_FORMATS)
     for module, packed in artifact.modules.items():
         fmt = packed.form.format
         if fmt is not made and fmt.has_global_scale:
-            why = "its block scales are not powers of two"
-            detail = f"{fmt.name} cannot be carried into {made.name}: {why}"
-            raise InputError("not-lossless", detail, tensor=module)
+            detail = f"{fmt.name} cannot be carried into {made.name}: its block scales are not"
+            raise InputError("not-lossless", f"{detail} powers of two", tensor=module)
     if artifact.others and not artifact.modules:
         words = describe_groups(artifact.groups)
         detail = f"{words} cannot be carried into {made.name}: it would be rounded again"
@@ -255,11 +247,11 @@ def _target_of(artifact: Artifact, options: TranscodeOptions, made: Format | Non
     if fmt.is_fp8:
         bits = usual_activations(fmt, options.dialect)
     target = Target(fmt.name, options.dialect, rule, bits, options.scale_layout, forms[0].kv_cache)
-    method, calibration, kept = (
-        _as_text_or_none(record.get(key)) for key in ("method", "calibration", "keep_dtype")
+    target = target._replace(
+        method=_text_in(record, "method"),
+        calibration=_text_in(record, "calibration"),
+        keep_dtype=options.keep_dtype or _text_in(record, "keep_dtype"),
     )
-    kept = options.keep_dtype or kept
-    target = target._replace(method=method, calibration=calibration, keep_dtype=kept)
     damping, passes = record.get("damping"), record.get("passes")
     if type(damping) is float and type(passes) is int:
         target = target._replace(damping=damping, passes=passes)
@@ -267,20 +259,14 @@ def _target_of(artifact: Artifact, options: TranscodeOptions, made: Format | Non
 
 
 def _activations(artifact: Artifact, fmt: Format, made: Format | None) -> int:
-    """Return the most bits of activations of the modules of a format.
-
-    16 where some are cast to it, for these have no input scales.
-    """
+    """Return the most bits of a format's activations; 16 for a cast."""
     if made and any(packed.form.format is not made for packed in artifact.modules.values()):
         return 16
     return max((form.activations for form in artifact.forms if form.format is fmt), default=16)
 
 
 def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Contents:
-    """Find the form of every quantized module in the target's dialect.
-
-    Raises  ChoiceError for a module that it cannot hold, or not beside the others
-    """
+    """Find the form of every quantized module in the target's dialect."""
     traits = dialect_named(str(target.dialect)).TRAITS
     unrecorded = find_fp8(artifact.clues, artifact.packed)
     others = {**unrecorded, **others_of(artifact)}
@@ -309,21 +295,15 @@ def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Con
 
 
 def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
-    """Refuse global scales that llama.cpp does not read.
-
-    It reads none for some architectures: InputError where the donor has one of these, and a
-    module a global scale.
-    """
+    """Refuse global scales if llama.cpp reads none for the architecture."""
     if all(shard.frame.reads_global_scales for shard in donor.checkpoint.shards):
         return
     for module in artifact.modules:
         if artifact.decode(module).global_scale not in (None, 1.0):
-            passed = "which llama.cpp ignores for models of this architecture"
-            detail = f"{module} has a global scale other than 1, {passed}"
-            next_step = (
-                "Quantize the GGUF file itself: fp4convert quantize FILE.gguf --dialect gguf."
-            )
-            raise InputError("dialect-global-scale", detail, next_step, module)
+            detail = f"{module} has a global scale other than 1, which llama.cpp ignores for models"
+            detail = f"{detail} of this architecture"
+            step = "Quantize the GGUF file itself: fp4convert quantize FILE.gguf --dialect gguf."
+            raise InputError("dialect-global-scale", detail, step, module)
 
 
 def _refuse_other_scales(artifact: Artifact) -> None:
@@ -343,27 +323,24 @@ def _refuse_corrections(own: str, other: str) -> None:
             raise InputError("not-lossless", f"{detail}; {expected}", next_step)
 
 
-def _add_losses(artifact: Artifact, plan: Plan, made: Format | None) -> Plan:
-    """Add to the plan how stacks were read, and what a cast loses."""
-    stacks = rules_of(artifact, model_recipe(artifact.source.checkpoint.config))
-    plan = replace(plan, stacks=stacks, folds=folds_recorded(artifact.record))
+def _losses(artifact: Artifact, plan: Plan, made: Format | None) -> Iterator[str]:
+    """Say what engines lose by the other spelling, or by a cast."""
     if dialect_of(plan).TRAITS.shares_scales and not artifact.spelling.TRAITS.shares_scales:
         scales = read_global_scales(artifact, artifact.modules)
         differing = [one for one in find_shared_scales(artifact, scales) if not are_equal(one)]
         if differing:
             first = " and ".join(differing[0])
-            lost = f"{len(differing)} groups have different global scales, the first {first}"
-            lost = f"{lost}: engines that fuse them use only one; for these quantize the weights"
-            plan = replace(plan, warnings=(*plan.warnings, lost))
-    plan = replace(plan, warnings=(*plan.warnings, *_other_activations(artifact, plan)))
-    if made is None or not any(
-        packed.form.format is not made and packed.form.activations == ACTIVATIONS_FP4
-        for packed in artifact.modules.values()
-    ):
-        return plan
-    needed = "four-bit ones of nvfp4 need input scales, which an mxfp4 artifact does not have"
-    lost = f"activations become 16-bit: {needed}"
-    return replace(plan, warnings=(*plan.warnings, lost))
+            yield (
+                f"{len(differing)} groups have different global scales, the first {first}: engines"
+                " that fuse them use only one; for these quantize the weights"
+            )
+    yield from _other_activations(artifact, plan)
+    four = (one.form for one in artifact.modules.values() if one.form.format is not made)
+    if made and any(form.activations == ACTIVATIONS_FP4 for form in four):
+        yield (
+            "activations become 16-bit: four-bit ones of nvfp4 need input scales, which an mxfp4"
+            " artifact does not have"
+        )
 
 
 def _other_activations(artifact: Artifact, plan: Plan) -> Iterator[str]:
@@ -382,19 +359,6 @@ def _other_activations(artifact: Artifact, plan: Plan) -> Iterator[str]:
         )
 
 
-def _check_block_scales(artifact: Artifact, module: str, spelling: Dialect) -> None:
-    """Refuse block scales that engines of the dialect would misread."""
-    highest = spelling.TRAITS.highest_scale.get(artifact.modules[module].form.format)
-    if highest is None:
-        return
-    q, sayable = artifact.decode(module), bytes(range(highest + 1))
-    panels = (q.rows(first, last) for first, last in row_panels(q.shape))
-    if count := sum(len(bytes(rows.block_scales).translate(None, sayable)) for rows in panels):
-        found = f"{module} has {count} block scales with a sign, or that are NaN"
-        detail = f"{found}; engines would read them as other numbers"
-        raise InputError("dialect-block-scale", detail, "See: fp4convert inspect --full.", module)
-
-
 def transcode(
     artifact: Artifact, plan: Plan, output: Path, settings: Settings, donor: Source | None = None
 ) -> Result:
@@ -405,45 +369,36 @@ def transcode(
     """
     refuse_harmed(artifact.source, output, settings)
     source = Framed(donor, artifact.source) if donor else artifact.source
+    record, recorded = artifact.record, artifact.record.get("source")
     # Where the record says that the weights come from.
-    recorded = artifact.record.get("source")
     known = recorded if isinstance(recorded, dict) else {}
-    origin: dict[str, object] = {
-        key: _as_text_or_none(known.get(key))
-        for key in ("repo", "revision", *(known.keys() & {"file"}))
-    }
+    names = ("repo", "revision", *(known.keys() & {"file"}))
+    origin: dict[str, object] = {name: _text_in(known, name) for name in names}
     job = replace(artifact_job(source, plan, origin), action="transcode")
     if job.record:
-        told = {key: artifact.record[key] for key in (ADAPTER, PADDING) if key in artifact.record}
+        told = {key: record[key] for key in (ADAPTER, PADDING) if key in record}
         steps = [step for step in plan.steps if step.action == "dequantize"]
         if decoded := sorted(output.name for step in steps for output in step.outputs):
             told[DECODED] = decoded
         job = replace(job, record={**job.record, **told})
-    is_draft = model_recipe(artifact.source.checkpoint.config).is_draft
-    kind = dialect_of(plan).TRAITS.global_scale_kind
-    place = {module: number for number, module in enumerate(artifact.modules)}
-    taken = sorted(taken_over(plan, has_inputs=True), key=lambda one: place[one.module])
-    carried = describe_carried(taken, kind, is_draft, plan)
+    carried = describe_carried(plan, artifact.source.checkpoint.config, artifact.modules)
     result = carry_out(job, Tools(source, open_backend("cpu")), output, settings)
     return replace(result, carried=carried)
 
 
-def _as_text_or_none(value: object) -> str | None:
+def _text_in(record: Mapping[str, object], key: str) -> str | None:
+    value = record.get(key)
     return value if isinstance(value, str) else None
 
 
 def _widen_dtypes(config: dict[str, object], dtype: str) -> dict[str, object]:
-    """Widen every declared dtype of a config to hold `dtype`, too.
-
-    Engines load all weights in the declared one.
-    """
+    """Widen the dtypes of a config, in which engines load all weights."""
     known = {kind.config_name for kind in FLOAT_TYPES.values()}
-    widened: dict[str, object] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            widened[key] = _widen_dtypes(value, dtype)
-        elif key in ("dtype", "torch_dtype") and value in known and value != dtype:
+    widened = {
+        key: _widen_dtypes(value, dtype) if isinstance(value, dict) else value
+        for key, value in config.items()
+    }
+    for key in ("dtype", "torch_dtype"):
+        if config.get(key) in known - {dtype}:
             widened[key] = FLOAT_TYPES["F32"].config_name
-        else:
-            widened[key] = value
     return widened

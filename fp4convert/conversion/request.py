@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from fp4convert.checkpoint.dialects.forms import Form
@@ -17,10 +18,7 @@ from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears, find_linears
 from fp4convert.checkpoint.record import folds_recorded
-from fp4convert.conversion.artifact_job import (
-    check_keep_dtype,
-    check_word,
-)
+from fp4convert.conversion.artifact_job import CARD_LEFT, own_card
 from fp4convert.conversion.recorded_options import options_recorded
 from fp4convert.errors import ChoiceError, InputError
 from fp4convert.numerics.formats import (
@@ -36,9 +34,10 @@ from fp4convert.numerics.formats import (
     check_rule,
     format_named,
 )
-from fp4convert.options.arguments import chosen_adapter
+from fp4convert.options.arguments import check_keep_dtype, check_word, chosen_adapter
 from fp4convert.options.writing import ACTIVATION_BITS, CACHES, VIAS, QuantizeOptions
 from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
+from fp4convert.planning.engine_facts import engine_warnings
 from fp4convert.planning.plan import Plan
 from fp4convert.planning.quantize_plan import Cache, Scalars
 from fp4convert.recipes.draft_layers import JOINT, find_drafts, is_draft_head
@@ -65,22 +64,11 @@ def _own_folds(source: Source) -> tuple[FoldUse, ...]:
     return folds_recorded(parse_json_object(read_whole(source, RECORD), RECORD))
 
 
-def goal_record(bits: float | None, calibration: Calibration | None) -> dict[str, object] | None:
-    """Say what formats of modules are chosen by; None for weights alone.
-
-    bits  that were asked for; a size in bytes would change the size
-    """
-    if calibration is None or not calibration.loss_formats:
-        return None
-    return {"bits": bits, "minimized": calibration.loss_kind}
-
-
 def padded_as_asked(source: Source, options: QuantizeOptions) -> Source:
     """Add the zeros to a source that --pad-for-tp asks for.
 
     Raises  what pad_for_ranks raises; InputError for options that need its own sizes
     """
-
     if options.pad_for_tp is None:
         return source
     given = {
@@ -101,23 +89,32 @@ def padded_as_asked(source: Source, options: QuantizeOptions) -> Source:
 class Request(NamedTuple):
     """A source and what is to become of it: all that a plan is made of.
 
-    is_fitted   formats of modules are chosen for a size
-    goal        they are chosen for, as our record says it
-    has_traps   a person is told where engines of the dialect fail: no engine was asked for
-    ranks       of tensor parallelism that zeros were added for; 0 for none
-    recorded    of a plan: the options that the bytes depend on, as our record says them
+    recorded  options that the bytes depend on, as our record says them; of no plan, with zeros for
+              the hashes that a plan tells
+    checks    of a plan: raise InputError, or say what a person should know of it
+    goal      losses that choose formats of modules, as our record says it; None for weights alone
     """
 
     source: Source
     recipe: Recipe
     linears: Linears
     scalars: Scalars
-    recorded: Callable[[Plan], dict[str, object]]
-    is_fitted: bool = False
+    recorded: Callable[[Plan | None], dict[str, object]]
+    checks: tuple[Callable[[Plan], Iterable[str]], ...] = ()
     goal: Mapping[str, object] | None = None
-    has_traps: bool = True
-    ranks: int = 0
-    folds: tuple[FoldUse, ...] = ()
+
+    def linears_under(self, recipe: Recipe) -> Linears:
+        """Return the linear layers, changed as the method of a recipe wants."""
+        calibration = self.scalars.calibration
+        if calibration is None or recipe.target.method != AWQ:
+            return self.linears
+        from fp4convert.planning.fold_plan import fold_layers
+
+        is_unscaled = self.scalars.inputs.is_constant
+        checkpoint = self.source.checkpoint
+        folded = fold_layers(checkpoint, recipe, self.linears, calibration, is_unscaled)
+        folds = tuple(dict.fromkeys((*self.linears.folds, *folded.uses)))
+        return replace(folded.linears, folds=folds, notes=folded.notes)
 
 
 def take_apart(source: Source, options: QuantizeOptions) -> Request:
@@ -126,28 +123,52 @@ def take_apart(source: Source, options: QuantizeOptions) -> Request:
     Raises  InputError for anything that the options or the source have wrong
     """
     recipe, linears, scalars = _understand(source, options)
-    folds = _own_folds(source)
-    if folds and options.lora:
+    linears = replace(linears, folds=_own_folds(source))
+    if linears.folds and options.lora:
         detail = f"{source.name} is quantized, and its weights hold factors of folds (AWQ)"
         detail = f"{detail}, which --lora was not trained beside; expected weights without them"
         raise InputError("adapter-folded", detail)
+    calibration, goal = scalars.calibration, None
     is_fitted = (options.target_size, options.target_bits) != (None, None)
+    if is_fitted and calibration and calibration.loss_formats:
+        # A size in bytes would change the size.
+        goal = {"bits": options.target_bits, "minimized": calibration.loss_kind}
+    recorded = partial(options_recorded, options, source, recipe.target)
+    checks = tuple(_checks(source, scalars, options, is_fitted))
+    return Request(source, recipe, linears, scalars, recorded, checks, goal)
 
-    def recorded(plan: Plan) -> dict[str, object]:
-        return options_recorded(options, source, recipe.target, plan)
 
-    return Request(
-        source,
-        recipe,
-        linears,
-        scalars,
-        recorded,
-        is_fitted,
-        goal_record(options.target_bits, scalars.calibration) if is_fitted else None,
-        not options.engine,
-        int(options.pad_for_tp or 0),
-        folds,
-    )
+def _checks(
+    source: Source, scalars: Scalars, options: QuantizeOptions, is_fitted: bool
+) -> Iterator[Callable[[Plan], Iterable[str]]]:
+    """Yield the checks of a plan that a request needs."""
+    if scalars.calibration:
+        from fp4convert.planning.method_needs import check_statistics
+
+        yield partial(check_statistics, calibration=scalars.calibration, is_fitted=is_fitted)
+    if not options.engine:  # else the engine's own rows decide
+        yield partial(engine_warnings, checkpoint=source.checkpoint)
+    if own_card(source):
+        yield lambda plan: [CARD_LEFT]
+    if padding := source.checkpoint.padding:
+        from fp4convert.planning.tensor_parallel import refuse_bad_splits
+
+        def check_splits(plan: Plan) -> Iterable[str]:
+            refuse_bad_splits(plan, int(options.pad_for_tp or 0))
+            return [padding.note]
+
+        yield check_splits
+    if not source.is_streamed:  # from a Hub each would be a request: the run tells
+        yield _check_carried
+
+
+def _check_carried(plan: Plan) -> Iterable[str]:
+    """Check the scales of blocks that are taken over, if there are any."""
+    if any(step.action == "transcode" for step in plan.steps):
+        from fp4convert.conversion.carried_blocks import check_carried
+
+        check_carried(plan)
+    return ()
 
 
 def _understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linears, Scalars]:
@@ -216,10 +237,7 @@ def _refuse_kept_head(name: str, recipe: Recipe) -> NoReturn:
 
 
 def _adapter_for(options: QuantizeOptions) -> Adapter | None:
-    """Read the adapter that is merged, if any.
-
-    Raises  InputError for a method that takes weights as they are, too
-    """
+    """Read the adapter, which no method may drown that changes weights, too."""
     adapter = chosen_adapter(options.lora, options.lora_scale, options.access())
     words = {"--method": options.method == AWQ and AWQ, "--via": options.via}
     for option, word in words.items():
@@ -288,10 +306,12 @@ def _refuse_idle_for(fmt: Format, options: QuantizeOptions) -> None:
 def _check_settings(options: QuantizeOptions) -> None:
     """Raise InputError for settings of gptq that cannot be, or have no use."""
     for name, given in (("damping", options.damping), ("passes", options.passes)):
-        if given is not None and options.method != GPTQ:
+        if given is None:
+            continue
+        if options.method != GPTQ:
             detail = f"--{name} {given} is for --method gptq, and the method is {options.method}"
             raise InputError("idle-option", detail, f"Leave --{name} out, or add --method gptq.")
-        if given is not None and options.lora and options.calibration is None:
+        if options.lora and options.calibration is None:
             detail = f"--{name} {given} is for a Gram matrix, and --lora is without a calibration"
             raise InputError("idle-option", detail, f"Leave --{name} out, or add --calibration.")
     damping, passes = options.damping, options.passes
@@ -306,10 +326,7 @@ def _check_settings(options: QuantizeOptions) -> None:
 
 
 def _refuse_statistics(options: QuantizeOptions) -> None:
-    """Raise InputError for what has no use beside low-rank corrections.
-
-    They are found by the weights alone, and each matrix has a global scale of its own.
-    """
+    """Refuse data and scales beside corrections, which weights alone tell."""
     given = {
         f"--method {options.method}": options.method != METHODS[0],
         f"--scale-rule {IMPORTANCE}": options.scale_rule == IMPORTANCE,

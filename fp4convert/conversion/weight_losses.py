@@ -21,9 +21,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -39,7 +39,7 @@ from fp4convert.errors import InputError, NumericError
 from fp4convert.execution.crew import read_again_if_damaged
 from fp4convert.execution.leases import Leases, do_together
 from fp4convert.execution.plan_file import STATE, refuse_links
-from fp4convert.execution.settings import summarize
+from fp4convert.execution.settings import Settings, summarize
 from fp4convert.makers.maker import Tools, UnsoundShardError
 from fp4convert.makers.methods.choice import method_for
 from fp4convert.makers.methods.method import Group
@@ -48,14 +48,7 @@ from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import Float32s, as_floats
 from fp4convert.numerics.formats import Format, format_named
 from fp4convert.numerics.matrices import InMemory
-from fp4convert.progress import Phases
-from fp4convert.quality.losses import (
-    TENSOR,
-    RowSample,
-    Weighed,
-    sample_matrix,
-    through_fp8,
-)
+from fp4convert.quality.losses import TENSOR, RowSample, Weighed, sample_matrix, through_fp8
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.disk import replace_file
 from fp4convert.storage.json_text import MISSHAPEN, read_text_file
@@ -101,20 +94,18 @@ class Bench:
     """Settings for measuring the weights of one checkpoint.
 
     granularity  row or tensor: the elements that share a scale of FP8
-    output       folder with results of earlier runs; None for no folder
+    output       folder with results of earlier runs
     is_kept      results are written there, too
     """
 
     source: Source
     target: Target
     backend: Backend
-    calibration: Calibration | None = None
-    granularity: str = "row"
-    output: Path | None = None
-    is_kept: bool = True
-    workers: int = 0
-    phases: Phases = field(default_factory=Phases)
-    tell: Callable[[str], None] = lambda line: None
+    calibration: Calibration | None
+    granularity: str
+    output: Path
+    is_kept: bool
+    settings: Settings
 
 
 def measure(bench: Bench, candidates: Sequence[Candidate]) -> Losses:
@@ -131,23 +122,23 @@ def measure(bench: Bench, candidates: Sequence[Candidate]) -> Losses:
     left = {_key(bench, file, own): own for file, own in shards.items()}
     found: Losses = {}
     unsound: dict[str, NumericError] = {}
-    bench.phases.begin("measure", sum(one.nbytes for one in candidates))
+    bench.settings.phases.begin("measure", sum(one.nbytes for one in candidates))
     with ExitStack() as entered:
         leases = None
-        if bench.output and bench.is_kept:
+        if bench.is_kept:
             refuse_links(bench.output, FOLDER, f"{FOLDER}/claims")
             leases = entered.enter_context(Leases(bench.output / STATE / FOLDER / "claims"))
 
         def find_left() -> list[str]:
             for key, own in list(left.items()):
                 if (saved := _read(bench, key, own)) is not None:
-                    bench.phases.skip(sum(one.nbytes for one in own))
+                    bench.settings.phases.skip(sum(one.nbytes for one in own))
                     found.update(saved)
                     del left[key]
             return list(left)
 
         def tell_whom(keys: list[str]) -> None:
-            bench.tell(f"waiting for {len(keys)} shards that other processes measure")
+            bench.settings.tell(f"waiting for {len(keys)} shards that other processes measure")
 
         def measure_free(keys: list[str]) -> bool:
             before = len(left)
@@ -227,8 +218,6 @@ def _key(bench: Bench, file: str, own: Sequence[Candidate]) -> str:
 
 def _read(bench: Bench, key: str, own: Sequence[Candidate]) -> Losses | None:
     """Read earlier measurements; None without any, or where they are damaged."""
-    if bench.output is None:
-        return None
     path = bench.output / STATE / FOLDER / f"{key}.json"
     try:
         entry = json.loads(read_text_file(path))
@@ -242,17 +231,14 @@ def _read(bench: Bench, key: str, own: Sequence[Candidate]) -> Losses | None:
 
 def _keep(bench: Bench, key: str, losses: Losses) -> None:
     """Write the losses of a shard, for later runs and other processes."""
-    if bench.output is None or not bench.is_kept:
+    if not bench.is_kept:
         return
     text = json.dumps(losses, sort_keys=True)
     replace_file(bench.output / STATE / FOLDER / f"{key}.json", text.encode())
 
 
 def _measure_shard(bench: Bench, own: Sequence[Candidate]) -> Losses:
-    """Measure the losses of the linear layers of one shard, in threads.
-
-    Raises  UnsoundShardError, after all are measured, where weights are NaN or Inf
-    """
+    """Measure the layers of one shard in threads; raise NaN and Inf last."""
     groups: dict[tuple[Linear, ...], list[Candidate]] = defaultdict(list)
     for candidate in own:
         groups[candidate.group].append(candidate)
@@ -267,10 +253,10 @@ def _measure_shard(bench: Bench, own: Sequence[Candidate]) -> Losses:
                 return {}, errors
             raise
         for one in group:
-            bench.phases.report(one.linear.name, one.nbytes)
+            bench.settings.phases.report(one.linear.name, one.nbytes)
         return losses, []
 
-    threads = bench.workers or bench.backend.threads
+    threads = bench.settings.workers or bench.backend.threads
     measured = read_each(bench.source, measure_group, ordered, threads)
     bench.source.check_unchanged(own[0].linear.home.file)
     if unsound := [error for _, errors in measured for error in errors]:
@@ -308,10 +294,7 @@ def _through_fp4(
     fmt: Format,
     amax: float | None,
 ) -> Iterator[Float32s]:
-    """Round members of a scale group, and yield their values.
-
-    read  every member of the group; all set the global scale, unless an amax is given
-    """
+    """Yield the rounded values of modules; all of `read` sets the amax."""
     members = [read[module] for module in modules]
     measured = list(read.values()) if amax is None else []
     group = Group(measured, members, modules, fmt)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
 from fp4convert.checkpoint.misnamed import refuse_misnamed
 from fp4convert.checkpoint.whole_model import refuse_no_model
 from fp4convert.conversion.engine_choice import check_plan
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.quantize import prepare_quantize
-from fp4convert.conversion.request import padded_as_asked
+from fp4convert.conversion.request import padded_as_asked, take_apart
 from fp4convert.engines.verdicts import Verdict
 from fp4convert.errors import InputError, named, shell_line
-from fp4convert.execution.folder import OutputFolder
-from fp4convert.execution.job import Job
-from fp4convert.execution.settings import Result, Settings
+from fp4convert.execution.settings import Settings
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
 from fp4convert.planning.plan import Plan
@@ -25,73 +24,11 @@ from fp4convert.progress import Phases
 from fp4convert.storage.open import open_with_components
 from fp4convert.storage.source import Source, stopping
 
+if TYPE_CHECKING:
+    from fp4convert.conversion.diffusers import PipelineConversion
 
-class Work(Protocol):
-    """Everything that one `quantize` does.
-
-    options  what was asked for
-    source   what it is made from, as a person names it
-    plan     of all tensors
-    verdict  of the engine that was asked for, which loads it
-    """
-
-    @property
-    def options(self) -> QuantizeOptions: ...
-
-    @property
-    def source(self) -> Source: ...
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def verdict(self) -> Verdict | None: ...
-
-    @property
-    def warnings(self) -> list[str]:
-        """Return what a person should know before."""
-
-    def jobs(self) -> dict[str, Job]:
-        """Return what writes files, by its folder in the result."""
-
-    def names(self) -> list[str]:
-        """Return every file that it writes."""
-
-    def artifacts(self) -> dict[str, QuantizeOptions]:
-        """Return what makes each artifact, by its folder in the result.
-
-        "" is the result itself.
-        """
-
-    def describe(self, settings: Settings) -> dict[str, object]:
-        """Return the document of a dry run.
-
-        Raises  DeviceError for a device that is not there
-        """
-
-    def check(self, settings: Settings) -> None:
-        """Refuse a device, a cluster or a part that cannot be."""
-
-    def check_output(self, settings: Settings) -> None:
-        """Raise what `begin` raises of the output folder; change nothing."""
-
-    def begin(self, settings: Settings) -> OutputFolder:
-        """Return the output folder with the plan in it.
-
-        Raises  what carry_out raises before it works
-        """
-
-    def carry_out(self, settings: Settings) -> Result:
-        """Convert; raise what `quantize` and `quantize_together` raise."""
-
-    def next_steps(self, is_absolute: bool = False) -> list[str]:
-        """Return commands that a person may run once it is whole.
-
-        is_absolute  in any folder: paths begin at the root
-        """
-
-    def ended_files(self) -> dict[str, str]:
-        """Return the sha256 of every file, once it is done."""
+Work: TypeAlias = "Conversion | PipelineConversion"
+"""Everything that one `quantize` does."""
 
 
 def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: bool = True) -> Work:
@@ -100,7 +37,6 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
     may_write  what is measured is kept in the output folder
     Raises     what open_source, fit and prepare_quantize raise
     """
-
     goal, output = None, options.folder
     refusal: AbstractContextManager[None] = nullcontext()
     if (options.target_size, options.target_bits) != (None, None):
@@ -108,7 +44,6 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         from fp4convert.conversion.weight_losses import removed_if_refused
 
         refusal = removed_if_refused(output)
-
         goal = goal_of(options.target_size, options.target_bits)
     access = options.access(output)
     source, components = open_with_components(os.fspath(options.source), access)
@@ -116,16 +51,19 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         with stopping(source):
             refuse_no_model(source, os.fspath(options.source))
             source = padded_as_asked(source, options)
-        found = None
+        fitted = None
         with refusal:
+            request = take_apart(source, options)
             if goal:
-                found = fit(source, options, goal, phases or Phases(), may_write)
-            plan = prepare_quantize(source, options, found.rules if found else ())
+                settings = Settings(options.device, options.workers, tell=options.tell)
+                settings = replace(settings, phases=phases) if phases else settings
+                fitted = fit(request, goal, output, settings, may_write)
+            plan = prepare_quantize(request, fitted.rules if fitted else ())
             with stopping(source):
                 refuse_idle([plan.idle])
                 refuse_empty(source.name, [plan])
-                verdict = check_plan(plan, source.checkpoint, options)
-        return Conversion(options, source, plan, found, verdict)
+                verdict = _check_plan(plan, source, options)
+        return Conversion(options, source, plan, fitted, verdict)
     return _prepare_pipeline(options, source, components, bool(goal))
 
 
@@ -136,29 +74,32 @@ def _prepare_pipeline(
     from fp4convert.conversion.diffusers import PipelineConversion, component_options
     from fp4convert.planning.tensor_parallel import OPTION
 
-    for option in filter(None, (options.lora and "--lora", options.pad_for_tp and OPTION)):
-        source.stop()
-        what = f"{options.source} is a pipeline of several checkpoints"
-        step = f"Name one: {shell_line('--subfolder', next(iter(components)))}"
-        code = "pad-option" if option == OPTION else "adapter-option"
-        raise InputError(code, f"{what}; expected one, for {option}", step)
-    if is_fitted:
-        source.stop()
-        detail = f"{options.source} is a pipeline of several checkpoints"
-        raise InputError(
-            "target-pipeline",
-            f"{detail}; expected one, for a size that is asked for",
-            f"Name one: {shell_line('--subfolder', next(iter(components)))}",
-        )
+    one = {
+        ("adapter-option", "--lora"): options.lora,
+        ("pad-option", OPTION): options.pad_for_tp,
+        ("target-pipeline", "a size that is asked for"): is_fitted,
+    }
+    for (code, reason), value in one.items():
+        if value:
+            source.stop()
+            detail = f"{options.source} is a pipeline of several checkpoints; expected one"
+            step = f"Name one: {shell_line('--subfolder', next(iter(components)))}"
+            raise InputError(code, f"{detail}, for {reason}", step)
     conversions = {}
     for name, component in components.items():
         with named(name):
             refuse_misnamed(component, str(options.source))
             own = component_options(options, source, name)
-            plan = prepare_quantize(component, own)
-            verdict = check_plan(plan, component.checkpoint, own)
+            plan = prepare_quantize(take_apart(component, own))
+            verdict = _check_plan(plan, component, own)
             conversions[name] = Conversion(own, component, plan, verdict=verdict)
     plans = [conversion.plan for conversion in conversions.values()]
     refuse_idle([plan.idle for plan in plans])
     refuse_empty(source.name, plans)
     return PipelineConversion(options, source, conversions)
+
+
+def _check_plan(plan: Plan, source: Source, options: QuantizeOptions) -> Verdict | None:
+    """Judge a plan by the engine of --for."""
+    option = "--target-bits" if options.target_size is None else "--target-size"
+    return check_plan(plan, source.checkpoint, options.engine, option)

@@ -1,15 +1,15 @@
 """Declare arguments and options that several commands have."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from fp4convert.checkpoint.dialects.registry import DIALECTS
+from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.engines.files import ENGINES
-from fp4convert.errors import InputError, shell_line
+from fp4convert.errors import InputError, did_you_mean, shell_line
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.recipes.options import OUTPUT, QUALITY, TARGET, Option, Reference
+from fp4convert.recipes.options import OUTPUT, QUALITY, TARGET, Option, Reference, one_of
 
 if TYPE_CHECKING:  # what commands load when they run
     from fp4convert.checkpoint.adapters.peft import Adapter
@@ -157,6 +157,21 @@ def chosen_adapter(
         detail = "--lora-scale is given, and no adapter; expected --lora ADAPTER"
         raise InputError("usage", detail, "Name the adapter, or leave --lora-scale out.")
     return open_adapter(given[0], 1.0 if scale is None else scale, access) if given else None
+
+
+def check_word(option: str, word: str | None, known: Sequence[str], code: str) -> None:
+    """Raise InputError for a word that an option does not have."""
+    if word is not None and word not in known:
+        detail = f"{option} {word!r} is not known; expected {one_of(known)}"
+        raise InputError(code, detail + did_you_mean(word, known), "Leave it out.")
+
+
+def check_keep_dtype(word: str | None, dialect: str | None) -> None:
+    """Raise InputError for a type that the dialect's matrices cannot keep."""
+    check_word("--keep-dtype", word, KEPT_DTYPES, "unknown-dtype")
+    if word not in (None, *DTYPES) and not dialect_named(str(dialect)).TRAITS.q8_0:
+        detail = f"--keep-dtype {word} is for --dialect gguf, not {dialect}"
+        raise InputError("unknown-dtype", detail, f"Choose {one_of(DTYPES[:-1])}.")
 
 
 def as_path(file: Reference | None) -> Path | None:

@@ -7,10 +7,10 @@ this one value.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
@@ -128,7 +128,7 @@ def plan_quantize(
     writing = Writing(checkpoint, recipe.target, dialect, form_of(recipe.target))
     tasks = [writing.task(shard, own) for shard, own in zip(checkpoint.shards, drafts, strict=True)]
     every = [draft for own in drafts for draft in own]
-    written = [(draft.name, draft.scalar) for draft in every if draft.scalar is not None]
+    has_scalars = any(draft.scalar is not None for draft in every)
     outputs = refuse_collisions(tasks)
     _refuse_lookalikes(outputs, dialect, units.shapes)
     left_out = list_left_out(linears, outputs)
@@ -147,20 +147,35 @@ def plan_quantize(
         *of_other_types(tasks),
         *chain(notes, more, scalars.cache.notes),
         *note_left_behind(
-            linears, tasks, bool(written), scalars.inputs is UNIT_SCALE, scalars.cache.own
+            linears, tasks, has_scalars, scalars.inputs is UNIT_SCALE, scalars.cache.own
         ),
         *note_unchanged(verdicts, recipe),
         *note_unread(shapes, packed, recipe, checkpoint.config, dialect.TRAITS),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
         *(f"{fault.tensor}: {fault.detail}" for fault in faults),
+        *linears.notes,
     )
     idle = (*find_idle(recipe, checkpoint, linears, verdicts), *idle_keep_dtype(recipe, tasks))
     ignored = _ignore(kept, asked, verdicts, recipe)
     made = (recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
     excluded = len(sift(recipe.exclude, verdicts))
-    plan = Plan(*made, idle=idle, excluded=excluded, adapter=linears.adapter, left_out=left_out)
-    given_to = [(draft.name, draft.amaxes) for draft in every if draft.amaxes]
-    return replace(plan, scalars=tuple(written), amaxes=tuple(given_to), faults=tuple(faults))
+    added = _added(linears, scalars, every)
+    return Plan(
+        *made, idle=idle, excluded=excluded, left_out=left_out, faults=tuple(faults), **added
+    )
+
+
+def _added(linears: Linears, scalars: Scalars, drafts: Sequence[Draft]) -> dict[str, Any]:
+    """Return the fields of a plan on everything from beside the source."""
+    sources = (scalars.inputs.source, scalars.weights.source if scalars.weights else None)
+    return {
+        "adapter": linears.adapter,
+        "folds": linears.folds,
+        "calibration": str(scalars.calibration.path) if scalars.calibration else None,
+        "scale_sources": tuple(source for source in sources if source),
+        "scalars": tuple((one.name, one.scalar) for one in drafts if one.scalar is not None),
+        "amaxes": tuple((one.name, one.amaxes) for one in drafts if one.amaxes),
+    }
 
 
 def _amaxes(

@@ -15,6 +15,7 @@ from checkpoints import (
     INDEX,
     LAYER,
     SECOND,
+    done,
     llama_shards,
     pack_shard,
     read_folder,
@@ -55,18 +56,8 @@ def quantize(source, tmp_path):
     """(name of a folder, format, dialect, options) -> the folder, now with an artifact."""
 
     def make(name: str, format: str = "nvfp4", dialect: str = CT, *options: object) -> Path:
-        outcome = run(
-            "quantize",
-            source,
-            "--format",
-            format,
-            "--dialect",
-            dialect,
-            "-o",
-            tmp_path / name,
-            *options,
-        )
-        assert outcome.code == 0, outcome
+        words = ("--format", format, "--dialect", dialect, "-o", tmp_path / name, *options)
+        done("quantize", source, *words)
         return tmp_path / name
 
     return make
@@ -250,7 +241,7 @@ def test_inspect_and_verify_find_it_sound(format, dialect, quantize, source):
 def test_dequantize_drops_the_input_scales(format, dialect, quantize, source, tmp_path):
     for name, bits in (("four", 4), ("sixteen", 16)):
         folder = quantize(name, format, dialect, "--activations", bits)
-        assert run("dequantize", folder, "-o", tmp_path / f"{name}-restored").code == 0
+        done("dequantize", folder, "-o", tmp_path / f"{name}-restored")
     restored = contents(tmp_path / "four-restored")
     assert restored == contents(tmp_path / "sixteen-restored")
     assert read_folder(tmp_path / "four-restored").keys() == read_folder(source).keys()
@@ -269,7 +260,7 @@ def test_input_scales_that_no_record_asks_for_are_harmless(dialect, quantize, tm
     assert errors_of(folder) == []
     assert run("inspect", folder, "--json").json["activations"] == 16
     for name, artifact in (("left", folder), ("right", quantize("sixteen", "nvfp4", dialect))):
-        assert run("dequantize", artifact, "-o", tmp_path / name).code == 0
+        done("dequantize", artifact, "-o", tmp_path / name)
     assert contents(tmp_path / "left") == contents(tmp_path / "right")
 
 
@@ -359,15 +350,8 @@ def test_one_record_alone_that_lies_is_an_error(activations, format, dialect, qu
 )
 def test_what_is_refused_leaves_nothing(options, code, is_dry, source, tmp_path):
     out = tmp_path / "out"
-    outcome = run(
-        "quantize",
-        source,
-        "-o",
-        out,
-        "--json",
-        *unless_given(options, "--format", "nvfp4"),
-        *(["--dry-run"] if is_dry else []),
-    )
+    words = (*unless_given(options, "--format", "nvfp4"), *(["--dry-run"] if is_dry else []))
+    outcome = run("quantize", source, "-o", out, "--json", *words)
     error = outcome.json["error"]
     assert (outcome.code, error["exit"], error["code"]) == (2, 2, code)
     option = "--input-scale" if code == "bad-input-scale" else "--activations"
@@ -378,19 +362,9 @@ def test_what_is_refused_leaves_nothing(options, code, is_dry, source, tmp_path)
 
 @every_target
 def test_a_dry_run_counts_the_input_scales(format, dialect, quantize, source, tmp_path):
-    options = (
-        "--format",
-        format,
-        "--dialect",
-        dialect,
-        "-o",
-        tmp_path / "out",
-        "--dry-run",
-        "--json",
-    )
-    four, sixteen = (
-        run("quantize", source, *options, "--activations", bits).json for bits in (4, 16)
-    )
+    options = ("--format", format, "--dialect", dialect, "-o", tmp_path / "out", "--json")
+    dry = ("quantize", source, *options, "--dry-run", "--activations")
+    four, sixteen = (run(*dry, bits).json for bits in (4, 16))
     assert not (tmp_path / "out").exists()
     folder = quantize("out", format, dialect, "--activations", 4)
     files = (path for path in folder.iterdir() if path.is_file() and path.name != REPORT)
@@ -458,7 +432,7 @@ def test_an_unfinished_folder_is_not_mixed_with_other_options(first, second, tmp
     assert run(*command, *first, "-o", tmp_path / "out").code == 2
     assert (tmp_path / "out" / FIRST).exists(), "otherwise this tests nothing"
     for name in ("out", "clean"):
-        assert run(*command, *second, "-o", tmp_path / name, "--exclude", DOWN).code == 0
+        done(*command, *second, "-o", tmp_path / name, "--exclude", DOWN)
     left, right = contents(tmp_path / "out"), contents(tmp_path / "clean")
     assert {
         file for file in left.keys() | right.keys() if left.get(file) != right.get(file)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import run
+from checkpoints import done, run
 from made_up_inputs import calibrate, inputs_of
 from packings import fp8_blocks, pack_checkpoint
 from peft_models import ATTENTION, MLP, merge_by_peft, write_adapter
@@ -30,9 +30,7 @@ def models(tmp_path_factory) -> Path:
 
 
 def quantize(source: Path, out: Path, *words: object) -> dict:
-    outcome = run("quantize", source, "-o", out, *words, "--json")
-    assert outcome.code == 0, outcome.err
-    return outcome.json
+    return done("quantize", source, "-o", out, *words, "--json").json
 
 
 def shards(folder: Path) -> dict[str, bytes]:
@@ -65,7 +63,7 @@ def test_what_is_left_is_measured_as_the_page_says(models, tmp_path):
     """10 log10 of |s B A|^2 over |(W' - Q) P|^2, P a basis of the rows of A, by NumPy."""
     out = tmp_path / "out"
     quantize(models / "base", out, *NVFP4, "--lora", models / "adapter")
-    assert run("dequantize", out, "-o", tmp_path / "back", "--dtype", "fp32").code == 0
+    done("dequantize", out, "-o", tmp_path / "back", "--dtype", "fp32")
     merged = load_file(models / "merged" / "model.safetensors")
     rounded = load_file(tmp_path / "back" / "model.safetensors")
     factors = load_file(models / "adapter" / "adapter_model.safetensors")
@@ -92,7 +90,7 @@ def test_packed_base_models_are_decoded_merged_and_rounded_again(kind, models, t
     else:
         quantize(models / "base", tmp_path / "packed", *NVFP4)
         back = ("dequantize", tmp_path / "packed", "-o", tmp_path / "back", "--dtype", "fp32")
-        assert run(*back).code == 0
+        done(*back)
         judged, base = load_file(tmp_path / "back" / MODEL), tmp_path / "packed"
     # The same in float32, merged by torch.
     factors = load_file(models / "adapter" / "adapter_model.safetensors")
@@ -220,7 +218,7 @@ def test_a_dry_run_shows_what_is_merged(models, tmp_path):
 def test_transcode_carries_the_adapter_on(models, tmp_path):
     quantize(models / "base", tmp_path / "out", *NVFP4, "--lora", models / "adapter")
     there = tmp_path / "there"
-    assert run("transcode", tmp_path / "out", "-o", there, "--dialect", "modelopt").code == 0
+    done("transcode", tmp_path / "out", "-o", there, "--dialect", "modelopt")
     words = ("--source", models / "base", "--lora", models / "adapter", "--json")
     assert run("verify", there, *words).json["passed"] is True
 
@@ -266,8 +264,8 @@ def test_a_calibration_of_the_merged_model_knows_its_adapter(models, tmp_path):
     merged = with_tokenizer(models / "merged", tmp_path / "merged")
     words = ("--text", text, "--sequence-length", "32", "--gram", "full")
     adapter = ("--lora", models / "adapter")
-    assert run("calibrate", base, "-o", own, *words, *adapter).code == 0
-    assert run("calibrate", merged, "-o", tmp_path / "judge.safetensors", *words).code == 0
+    done("calibrate", base, "-o", own, *words, *adapter)
+    done("calibrate", merged, "-o", tmp_path / "judge.safetensors", *words)
     found, expected = load_file(own), load_file(tmp_path / "judge.safetensors")
     assert found.keys() == expected.keys()
     assert [name for name in found if not same(found[name], expected[name])] == []
@@ -288,8 +286,8 @@ def test_a_calibration_of_the_merged_model_knows_its_adapter(models, tmp_path):
     quantize(base, alone, *NVFP4)
     verify = ("verify", "--source", base, "--calibration", own, "--json")
     assert run(*verify, alone).json["error"]["code"] == "calibration-weights"
-    assert run(*verify, out, *adapter).code == 0
-    assert run(*other[:-3], *four, own, *adapter, "--json").code == 0
+    done(*verify, out, *adapter)
+    done(*other[:-3], *four, own, *adapter, "--json")
     # Predictions are compared with those of the merged model, as beside PEFT's own.
     evaluated = ("--text", text, "--sequence-length", "32", "--json")
     ours = run("evaluate", out, "--source", base, *adapter, *evaluated).json

@@ -11,7 +11,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from checkpoints import pack_shard, read_folder, run, weight, write_llama
+from checkpoints import done, pack_shard, read_folder, run, weight, write_llama
 from diffusion import (
     COMPONENTS,
     DIFFUSERS,
@@ -155,10 +155,7 @@ def test_other_commands_want_one_checkpoint_and_are_told_its_name(wan, tmp_path)
         assert run("inspect", out, "--subfolder", name, "--json").json["healthy"]
         measured = run("verify", out, "--subfolder", name, "--source", wan, "--json")
         assert (measured.code, len(measured.json["tensors"])) == (0, 6)
-        assert (
-            run("dequantize", out, "--subfolder", name, "-o", tmp_path / f"d-{name}", "-q").code
-            == 0
-        )
+        done("dequantize", out, "--subfolder", name, "-o", tmp_path / f"d-{name}", "-q")
         assert read_folder(tmp_path / f"d-{name}").keys() == wan_tensors().keys()
 
 
@@ -175,8 +172,7 @@ def test_the_folder_that_is_named_stands_in_the_place_of_the_pipeline(wan, tmp_p
     }.items():
         step = run(*words, place, "--json").json["error"]["next"]
         assert step.startswith("Name the folder: ")
-        done = run(*words, step.removeprefix("Name the folder: "))
-        assert done.code == 0, done.err
+        done(*words, step.removeprefix("Name the folder: "))
 
 
 def test_a_folder_of_a_pipeline_is_called_by_its_own_name(wan, tmp_path):
@@ -204,10 +200,7 @@ def test_merge_ends_a_pipeline_only_where_its_components_are_whole(wan, tmp_path
     assert run("merge", out, "--json").json["digest"] == made.json["digest"]
     (shard,) = (out / "transformer_2").glob("*.safetensors")
     sound = shard.read_bytes()
-    broken = {
-        "damaged": sound[:-1] + bytes([sound[-1] ^ 1]),
-        "unfinished": sound[:-1],
-    }
+    broken = {"damaged": sound[:-1] + bytes([sound[-1] ^ 1]), "unfinished": sound[:-1]}
     for code, data in broken.items():
         (out / PIPELINE).unlink()
         shard.write_bytes(data)
@@ -301,12 +294,7 @@ def test_merge_wants_the_plan_of_every_component(wan, tmp_path, monkeypatch):
 
 def test_a_restored_transformer_has_the_index_that_diffusers_reads(tmp_path):
     assert quantize(write_flux(tmp_path / "flux"), tmp_path / "q").code == 0
-    assert (
-        run(
-            "dequantize", tmp_path / "q", "--subfolder", "transformer", "-o", tmp_path / "d", "-q"
-        ).code
-        == 0
-    )
+    done("dequantize", tmp_path / "q", "--subfolder", "transformer", "-o", tmp_path / "d", "-q")
     assert files_of(tmp_path / "d").keys() == {
         DIFFUSERS_FIRST,
         DIFFUSERS_SECOND,
@@ -321,8 +309,7 @@ def test_a_restored_transformer_has_the_index_that_diffusers_reads(tmp_path):
 
 def test_weights_beside_model_index_json_are_left_out_and_told(wan, tmp_path):
     (wan / "wan-one-file.safetensors").write_bytes(b"another form of the same weights")
-    outcome = run("quantize", wan, "--format", "nvfp4", "-o", tmp_path / "q")
-    assert outcome.code == 0
+    outcome = done("quantize", wan, "--format", "nvfp4", "-o", tmp_path / "q")
     assert (
         "warning: 1 weight files next to model_index.json are not part of the pipeline"
         in outcome.err

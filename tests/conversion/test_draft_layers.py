@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from checkpoints import read_folder, run, weight, write_llama, write_single
+from checkpoints import done, read_folder, run, weight, write_llama, write_single
 from fp4_sources import make_deepseek_v4
 
 DRAFT = [f"mtp.0.ffn.experts.{expert}.w1" for expert in range(4)]
@@ -20,9 +20,7 @@ def source(tmp_path_factory):
 
 
 def quantize(folder, out, *words):
-    outcome = run("quantize", folder, "--format", "nvfp4", "-o", out, *words, "--json")
-    assert outcome.code == 0, outcome.err
-    return outcome.json
+    return done("quantize", folder, "--format", "nvfp4", "-o", out, *words, "--json").json
 
 
 @pytest.mark.parametrize("words", [(), ("--keep-packed",), ("--draft", "same")])
@@ -34,14 +32,10 @@ def test_mxfp4_experts_of_draft_layers_become_nvfp4_with_every_value(
     out = tmp_path / "out"
     result = quantize(source.folder, out, "--dialect", dialect, *words)
     drafted = 4 * 128 * 256 // 32
-    assert result["carried"]["draft"] == {
-        "modules": 4,
-        "blocks": drafted,
-        "kept_blocks": drafted,
-    }
+    assert result["carried"]["draft"] == {"modules": 4, "blocks": drafted, "kept_blocks": drafted}
     shapes = {name: (dtype, shape) for name, (dtype, shape, _) in read_folder(out).items()}
     assert shapes[f"{DRAFT[0]}.weight_scale"] == ("F8_E4M3", (128, 16))
-    assert run("dequantize", out, "-o", tmp_path / "back", "--dtype", "fp32").code == 0
+    done("dequantize", out, "-o", tmp_path / "back", "--dtype", "fp32")
     restored = read_folder(tmp_path / "back")
     for module in DRAFT:
         dtype, shape, data = restored[f"{module}.weight"]

@@ -12,6 +12,7 @@ from true_shapes import LLAMA_70B, QWEN3_8B, QWEN3_CODER_480B, deepseek_v3, writ
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.dry_run import Sized, describe_plan, find_doubts
 from fp4convert.conversion.quantize import prepare_quantize
+from fp4convert.conversion.request import take_apart
 from fp4convert.engines.files import known_engines
 from fp4convert.execution.settings import Settings
 from fp4convert.options.writing import QuantizeOptions
@@ -75,7 +76,7 @@ def test_the_published_size_of_llama_3_3_70b(tmp_path):
     assert quantized + 2 * (2 * 128256 * 8192 + 161 * 8192) == 42_709_045_632
     assert payload(forecast(folder, "nvfp4", *W4A4)) == 42_709_045_632
     request = QuantizeOptions("", format="nvfp4", dialect="modelopt", activations=4)
-    assert prepare_quantize(open_source(str(folder)), request).index["metadata"] == {
+    assert prepare_quantize(take_apart(open_source(str(folder)), request)).index["metadata"] == {
         "total_size": 42_709_045_632
     }
 
@@ -324,7 +325,7 @@ def unpacked_plan(source):
     """A plan in which lm_head was FP8 and becomes bf16: as this version cannot read such a source,
     its step is put together.
     """
-    plan = prepare_quantize(source, QuantizeOptions("", format="nvfp4"))
+    plan = prepare_quantize(take_apart(source, QuantizeOptions("", format="nvfp4")))
     (head,) = (step for step in plan.steps if step.module == "lm_head")
     packed = head.refs[0]._replace(dtype="F8_E4M3")
     unpacked = head._replace(action="dequantize", refs=(packed,), shape=head.refs[0].shape)
@@ -368,7 +369,7 @@ def test_a_result_larger_by_less_than_anybody_reads_is_not_told(tmp_path):
         "model.norm.weight": weight(0, 1, 16),
     }
     source = open_source(str(write_single(tmp_path / "m", norm)))
-    plan = prepare_quantize(source, QuantizeOptions("", format="nvfp4"))
+    plan = prepare_quantize(take_apart(source, QuantizeOptions("", format="nvfp4")))
     sized = [Sized(step, step.source_bytes, step.source_bytes + 8) for step in plan.steps]
     assert find_doubts(sized, plan) == []
     assert find_doubts(

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import read_folder, run, values_of, write_llama
+from checkpoints import done, read_folder, run, values_of, write_llama
 from tiny_chains import LENGTH, TEXT, make_model
 
 MODULES = 21
@@ -34,10 +34,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantize(source: Path, folder: Path, fmt: str, dialect: str, *options: object) -> Path:
-    made = run(
-        "quantize", source, "--format", fmt, "--dialect", dialect, "-o", folder, *options, "-q"
-    )
-    assert made.code == 0, made.err
+    done("quantize", source, "--format", fmt, "--dialect", dialect, "-o", folder, *options, "-q")
     return folder
 
 
@@ -49,7 +46,7 @@ def test_dequantize_gives_the_nearest_of_every_value(
     within 1/16 of itself, or half of a step of the block.
     """
     made = quantize(source, tmp_path / "made", fmt, dialect)
-    assert run("dequantize", made, "-o", tmp_path / "r", "--dtype", "fp32", "-q").code == 0
+    done("dequantize", made, "-o", tmp_path / "r", "--dtype", "fp32", "-q")
     before, after = read_folder(source), read_folder(tmp_path / "r")
     assert before.keys() == after.keys()
     changed = [name for name in before if "_proj.weight" in name]
@@ -141,7 +138,7 @@ def test_the_folder_is_named_after_the_format(
 ) -> None:
     write_llama(tmp_path / "M")
     monkeypatch.chdir(tmp_path)
-    assert run("quantize", "M", "--format", "fp8", "-q").code == 0
+    done("quantize", "M", "--format", "fp8", "-q")
     assert (tmp_path / "M-FP8" / "quantization_config.json").exists()
 
 
@@ -149,18 +146,8 @@ def test_the_folder_is_named_after_the_format(
 def test_evaluate_runs_it_and_tells_of_activations(source: Path, tmp_path: Path, fmt: str) -> None:
     made = quantize(source, tmp_path / "made", fmt, "compressed-tensors")
     (tmp_path / "text.txt").write_text(TEXT)
-    found = run(
-        "evaluate",
-        made,
-        "--source",
-        source,
-        "--text",
-        tmp_path / "text.txt",
-        "--sequence-length",
-        LENGTH,
-        "--json",
-    )
-    assert found.code == 0, found.err
+    words = ("--text", tmp_path / "text.txt", "--sequence-length", LENGTH, "--json")
+    found = done("evaluate", made, "--source", source, *words)
     assert 0 < found.json["kl"]["mean"] < 0.01
     assert f"{MODULES} linear layers have 8-bit activations in engines" in found.err
 

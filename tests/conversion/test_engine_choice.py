@@ -7,7 +7,7 @@ import shlex
 from itertools import product
 
 import pytest
-from checkpoints import LAYER, LLAMA, run, weight, write_llama, write_single
+from checkpoints import LAYER, LLAMA, done, run, weight, write_llama, write_single
 from diffusion import flux_shards, wan_tensors, write_component, write_wan
 from gguf_donors import model, write_donor
 
@@ -104,8 +104,7 @@ def test_the_first_choice_that_the_engine_loads_is_taken(name, words, expected, 
         assert (outcome.json["error"]["code"], outcome.code) == (expected, 2)
         assert not (tmp_path / "out").exists()
         return
-    made = run("quantize", source, *options, "-o", tmp_path / "out", "--json")
-    assert made.code == 0, made.err
+    done("quantize", source, *options, "-o", tmp_path / "out", "--json")
     assert (outcome.json["format"], outcome.json["dialect"]) == expected[:2]
     place = tmp_path / "out" / "transformer" if name == "wan" else tmp_path / "out"
     place = next(place.glob("*.gguf")) if name == "gguf" else place
@@ -207,11 +206,7 @@ def test_the_engine_is_named_where_its_row_is_the_cause(words, code, step, tmp_p
     ("model", "words", "step"),
     [
         ("qwen3", "sglang --kv-cache fp8", "Leave out --kv-cache."),  # no other choice does
-        (
-            "bert",
-            "mlx",
-            "Nothing of this model is known to load there; choose another engine.",
-        ),
+        ("bert", "mlx", "Nothing of this model is known to load there; choose another engine."),
     ],
 )
 def test_what_no_other_choice_mends_is_not_answered_with_one(model, words, step, tmp_path):
@@ -378,7 +373,7 @@ def test_python_takes_an_engine_and_the_folder_is_named_by_what_it_chose(tmp_pat
     source = write_moe(tmp_path / "m")
     document = preview_quantize(source, engine="transformers")
     assert (document["format"], document["engine"]["engine"]) == ("mxfp4", "transformers")
-    assert run("quantize", source, "--for", "transformers").code == 0
+    done("quantize", source, "--for", "transformers")
     assert (tmp_path / "m-MXFP4" / "quantization_config.json").exists()
     with pytest.raises(InputError, match="Missing option --format"):
         preview_quantize(source)

@@ -16,6 +16,7 @@ from checkpoints import (
     LLAMA,
     Tensor,
     bf16,
+    done,
     pack_shard,
     read_folder,
     read_shard,
@@ -133,7 +134,7 @@ def assert_whole(folder: Path, dialect: str, count: int) -> None:
     found = run("inspect", folder, "--json").json
     assert (found["activations"], found["tensors"]["quantized"]) == (4, count)
     assert [one for one in found["findings"] if one["level"] == "error"] == []
-    assert run("verify", folder).code == 0
+    done("verify", folder)
 
 
 @pytest.mark.sweep(8)
@@ -142,19 +143,10 @@ def assert_whole(folder: Path, dialect: str, count: int) -> None:
 def test_every_module_has_its_scale(kind, dialect, tmp_path):
     """By a constant, and copied from the artifact that this made."""
     source = SOURCES[kind](tmp_path / "source")
-    options = (
-        "--format",
-        "nvfp4",
-        "--dialect",
-        dialect,
-        "--activations",
-        4,
-        "-q",
-        *(STACKS if kind == "stacks" else ()),
-    )
+    options = ("--format", "nvfp4", "--dialect", dialect, "--activations", 4, "-q")
+    options = (*options, *(STACKS if kind == "stacks" else ()))
     for folder, scale in (("constant", "0.5"), ("copied", tmp_path / "constant")):
-        done = run("quantize", source, *options, "--input-scale", scale, "-o", tmp_path / folder)
-        assert done.code == 0, done
+        done("quantize", source, *options, "--input-scale", scale, "-o", tmp_path / folder)
         count = {"floats": 7, "stacks": 6, "mxfp4 gpt-oss": 6, "mxfp4 deepseek": 6}.get(kind, 3)
         assert_whole(tmp_path / folder, dialect, count)
     left, right = (read_folder(tmp_path / folder) for folder in ("constant", "copied"))
@@ -165,34 +157,17 @@ def test_every_module_has_its_scale(kind, dialect, tmp_path):
 def test_parts_that_are_merged(dialect, tmp_path):
     source, out = write_llama(tmp_path / "source"), tmp_path / "out"
     for index in (1, 0):
-        options = (
-            "--dialect",
-            dialect,
-            "--activations",
-            4,
-            "--shard-index",
-            index,
-            "--num-shards",
-            2,
-        )
-        assert run("quantize", source, "--format", "nvfp4", *options, "-o", out).code == 0
-    assert run("merge", out).code == 0
+        options = ("--format", "nvfp4", "--dialect", dialect, "--activations", 4, "-o", out)
+        done("quantize", source, *options, "--shard-index", index, "--num-shards", 2)
+    done("merge", out)
     assert_whole(out, dialect, 7)
 
 
 def test_what_stays_packed_beside_them(tmp_path):
     """NVFP4 that stays as it is, in an artifact whose record says W4A4, has a scale too."""
     source = four_bits("modelopt", "nvfp4")(tmp_path / "source")
-    options = (
-        "--dialect",
-        "modelopt",
-        "--activations",
-        4,
-        "--keep-packed",
-        "--exclude",
-        "*down_proj",
-    )
-    assert run("quantize", source, "--format", "nvfp4", *options, "-o", tmp_path / "out").code == 0
+    options = ("--format", "nvfp4", "--dialect", "modelopt", "--activations", 4, "--keep-packed")
+    done("quantize", source, *options, "--exclude", "*down_proj", "-o", tmp_path / "out")
     assert_whole(tmp_path / "out", "modelopt", 3)
 
 
@@ -200,8 +175,8 @@ def test_what_stays_packed_beside_them(tmp_path):
 def test_a_lost_scale_is_found(dialect, tmp_path):
     out = tmp_path / "out"
     source = write_single(tmp_path / "source", {f"{MLP[2]}.weight": weight(3), **KEPT})
-    assert run("quantize", source, "--format", "nvfp4",
-               "--dialect", dialect, "--activations", 4, "-o", out).code == 0  # fmt: skip
+    done("quantize", source, "--format", "nvfp4",
+               "--dialect", dialect, "--activations", 4, "-o", out)  # fmt: skip
     name = f"{MLP[2]}{TARGETS[dialect][1]}"
     lose(out, name)
     found = run("inspect", out, "--json").json["findings"]
@@ -232,11 +207,8 @@ def test_gguf_files_have_them_too(tmp_path):
         write_donor(tmp_path / "donor.gguf", model()),
         ("--format", "nvfp4", "--dialect", "gguf", "--activations", 4),
     )
-    assert run("quantize", donor, *options, "--input-scale", 0.5, "-o", tmp_path / "a").code == 0
-    assert (
-        run("quantize", donor, *options, "--input-scale", tmp_path / "a", "-o", tmp_path / "b").code
-        == 0
-    )
+    done("quantize", donor, *options, "--input-scale", 0.5, "-o", tmp_path / "a")
+    done("quantize", donor, *options, "--input-scale", tmp_path / "a", "-o", tmp_path / "b")
     for folder in ("a", "b"):
         tensors = {
             each.name: each for each in gguf.GGUFReader(tmp_path / folder / "donor.gguf").tensors

@@ -1,7 +1,7 @@
 """Of every family, what --for makes is loaded by that engine: `inspect --for` reads the result."""
 
 import pytest
-from checkpoints import run
+from checkpoints import done, run
 from families import FAMILIES
 from family import Family, build
 from judged_families import JUDGED
@@ -33,8 +33,7 @@ def test_what_is_made_for_an_engine_is_loaded_by_it(family: Family, tmp_path) ->
             assert (made.code, error["code"] in REFUSALS) == (2, True), (engine, error)
             assert not out.exists()
             continue
-        found = run("inspect", out, "--for", engine, "--json")
-        assert found.code == 0, (engine, found.json["findings"])
+        found = done("inspect", out, "--for", engine, "--json")
         named = {each["engine"]: each["loads"] for each in found.json["engines"]}
         assert named[engine] is True
         loaded.append(engine)

@@ -11,7 +11,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import run, write_llama
+from checkpoints import done, run, write_llama
 from gguf.quants import dequantize, quantize
 from gguf_donors import Arrays, model, write_donor
 
@@ -65,8 +65,8 @@ def test_what_stays_becomes_q8_0_byte_for_byte(
     options = ("--format", "nvfp4", "--dialect", "gguf", "--json")
     words = (*options, "--keep-dtype", "q8_0")
     plan = run("quantize", donors[kind], *words, "--dry-run").json
-    assert run("quantize", donors[kind], *words, "-o", tmp_path / "q").code == 0
-    assert run("quantize", donors[kind], *options, "-o", tmp_path / "plain").code == 0
+    done("quantize", donors[kind], *words, "-o", tmp_path / "q")
+    done("quantize", donors[kind], *options, "-o", tmp_path / "plain")
     first, made, plain = (
         read(path)
         for path in (donors[kind], *(tmp_path / name / f"{kind}.gguf" for name in ("q", "plain")))
@@ -110,11 +110,11 @@ def test_what_llamacpp_reads_as_floats_alone_stays(way: str, word: str, tmp_path
     source = write_donor(tmp_path / "m.gguf", {**model(), **odd}, "F32")
     words = ("--dialect", "gguf", "--keep-dtype", word, "-o", tmp_path / "q")
     if way == "quantize":
-        assert run("quantize", source, "--format", "mxfp4", *words).code == 0
+        done("quantize", source, "--format", "mxfp4", *words)
     else:
         made = ("--format", "mxfp4", "-o", tmp_path / "made")
-        assert run("quantize", write_llama(tmp_path / "llama"), *made).code == 0
-        assert run("transcode", tmp_path / "made", "--template", source, *words).code == 0
+        done("quantize", write_llama(tmp_path / "llama"), *made)
+        done("transcode", tmp_path / "made", "--template", source, *words)
     first, after = read(source), read(tmp_path / "q" / "m.gguf")
     for name in OF_FLOATS:
         assert after[name].tensor_type.name == "F32", name
@@ -125,8 +125,8 @@ def test_what_llamacpp_reads_as_floats_alone_stays(way: str, word: str, tmp_path
 
 def test_verify_compares_what_became_q8_0(donors: dict[str, Path], tmp_path: Path) -> None:
     words = ("--format", "mxfp4", "--dialect", "gguf", "--keep-dtype", "q8_0")
-    assert run("quantize", donors["BF16"], *words, "-o", tmp_path / "q").code == 0
-    assert run("verify", tmp_path / "q", "--source", donors["BF16"]).code == 0
+    done("quantize", donors["BF16"], *words, "-o", tmp_path / "q")
+    done("verify", tmp_path / "q", "--source", donors["BF16"])
     path = tmp_path / "q" / "BF16.gguf"
     begin = read(path)[EMBEDDING].data_offset
     data = bytearray(path.read_bytes())
@@ -138,8 +138,8 @@ def test_verify_compares_what_became_q8_0(donors: dict[str, Path], tmp_path: Pat
 
 def test_q8_0_turns_back_into_floats(donors: dict[str, Path], tmp_path: Path) -> None:
     words = ("--format", "mxfp4", "--dialect", "gguf", "--keep-dtype", "q8_0")
-    assert run("quantize", donors["BF16"], *words, "-o", tmp_path / "q").code == 0
-    assert run("dequantize", tmp_path / "q", "-o", tmp_path / "d", "--dtype", "fp32").code == 0
+    done("quantize", donors["BF16"], *words, "-o", tmp_path / "q")
+    done("dequantize", tmp_path / "q", "-o", tmp_path / "d", "--dtype", "fp32")
     before, after = read(tmp_path / "q" / "BF16.gguf"), read(tmp_path / "d" / "BF16.gguf")
     assert {each.tensor_type.name for each in after.values()} == {"F32"}
     for name in (EMBEDDING, HEAD, "blk.0.attn_q.weight"):
@@ -220,7 +220,7 @@ def write_packed(path: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", READ)
 def test_sources_of_that_type_are_turned_back(tmp_path: Path, kind: str) -> None:
     source = write_packed(tmp_path / "m.gguf", kind)
-    assert run("dequantize", source, "-o", tmp_path / "d", "--dtype", "fp32").code == 0
+    done("dequantize", source, "-o", tmp_path / "d", "--dtype", "fp32")
     before, after = read(source), read(tmp_path / "d" / "m.gguf")
     assert list(after) == list(before)
     for name, tensor in before.items():
@@ -237,12 +237,11 @@ def test_sources_of_that_type_are_quantized_as_their_values(
 ) -> None:
     """The blocks are those of the same values in float32; what stays keeps its type."""
     source = write_packed(tmp_path / "m.gguf", kind)
-    assert run("dequantize", source, "-o", tmp_path / "d", "--dtype", "fp32").code == 0
+    done("dequantize", source, "-o", tmp_path / "d", "--dtype", "fp32")
     options = ("--format", fmt, "--dialect", "gguf")
-    outcome = run("quantize", source, *options, "-o", tmp_path / "q")
-    assert outcome.code == 0, outcome.err
+    outcome = done("quantize", source, *options, "-o", tmp_path / "q")
     assert f"4 modules are {kind.lower()} and are rounded again to {fmt}" in outcome.err
-    assert run("quantize", tmp_path / "d", *options, "-o", tmp_path / "e").code == 0
+    done("quantize", tmp_path / "d", *options, "-o", tmp_path / "e")
     ours, other = (read(tmp_path / name / "m.gguf") for name in ("q", "e"))
     made = {name for name, each in ours.items() if each.tensor_type.name == fmt.upper()}
     assert made == {"blk.0.attn_q.weight", "blk.0.ffn_up_exps.weight"}
@@ -250,7 +249,7 @@ def test_sources_of_that_type_are_quantized_as_their_values(
         assert ours[name].data.tobytes() == other[name].data.tobytes()
     assert ours[EMBEDDING].tensor_type.name == kind
     assert ours[EMBEDDING].data.tobytes() == read(source)[EMBEDDING].data.tobytes()
-    assert run("verify", tmp_path / "q", "--source", source).code == 0
+    done("verify", tmp_path / "q", "--source", source)
 
 
 def test_a_type_that_is_not_read_is_told_with_all_that_are(tmp_path: Path) -> None:
@@ -264,5 +263,4 @@ def test_a_type_that_is_not_read_is_told_with_all_that_are(tmp_path: Path) -> No
 
 def test_a_source_of_several_types_is_analyzed(tmp_path: Path) -> None:
     source = write_packed(tmp_path / "m.gguf", "Q6_K")
-    outcome = run("analyze", source, "--json")
-    assert outcome.code == 0, outcome.err
+    done("analyze", source, "--json")

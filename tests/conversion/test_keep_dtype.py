@@ -8,7 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import LAYER, LLAMA, Tensor, read_folder, run, weight, write_checkpoint
+from checkpoints import LAYER, LLAMA, Tensor, done, read_folder, run, weight, write_checkpoint
 
 NARROW = {"bf16": ("BF16", ml_dtypes.bfloat16), "fp16": ("F16", np.float16)}
 Q = f"{LAYER}.self_attn.q_proj"
@@ -43,9 +43,8 @@ def test_kept_matrices_are_rounded_once(word: str, source: Path, tmp_path: Path)
     out, plain = tmp_path / "q", tmp_path / "plain"
     options = ("--format", "nvfp4", "--json")
     plan = run("quantize", source, *options, "--keep-dtype", word, "--dry-run").json
-    made = run("quantize", source, *options, "--keep-dtype", word, "-o", out)
-    assert made.code == 0, made.err
-    assert run("quantize", source, *options, "-o", plain).code == 0
+    done("quantize", source, *options, "--keep-dtype", word, "-o", out)
+    done("quantize", source, *options, "-o", plain)
     before, after, without = map(read_folder, (source, out, plain))
     for name in (EMBEDDING, CONVOLUTION):
         _, shape, data = before[name]
@@ -67,12 +66,12 @@ def test_verify_compares_what_is_narrowed(
 ) -> None:
     """Of a transcoded artifact, too; a wrong bit of it is found, and so is one not narrowed."""
     out = tmp_path / "q"
-    assert run("quantize", source, "--format", "mxfp4", "--keep-dtype", "bf16", "-o", out).code == 0
+    done("quantize", source, "--format", "mxfp4", "--keep-dtype", "bf16", "-o", out)
     if dialect:
         other = tmp_path / dialect
-        assert run("transcode", out, "-o", other, "--dialect", dialect).code == 0
+        done("transcode", out, "-o", other, "--dialect", dialect)
         out = other
-    assert run("verify", out, "--source", source).code == 0
+    done("verify", out, "--source", source)
     for file in ("quantization_config.json", ".fp4convert/plan.json"):
         (out / file).write_text(json.dumps(_without_hashes(json.loads((out / file).read_text()))))
     shard = next(out.glob("*.safetensors"))
@@ -119,7 +118,7 @@ def test_nan_in_what_is_kept_stays_nan(source: Path, tmp_path: Path) -> None:
     (source / "model.safetensors").unlink()
     write_checkpoint(source, {"model.safetensors": tensors}, config=LLAMA)
     words = ("--format", "nvfp4", "--keep-dtype", "bf16", "-o", tmp_path / "q")
-    assert run("quantize", source, *words).code == 0
+    done("quantize", source, *words)
     kept = np.frombuffer(read_folder(tmp_path / "q")[EMBEDDING][2], ml_dtypes.bfloat16)
     assert np.isnan(kept[0])
     assert (kept[1:] == 1).all()

@@ -4,7 +4,7 @@ import os
 import shutil
 
 import pytest
-from checkpoints import LAYER, run, weight, write_llama, write_single
+from checkpoints import LAYER, done, run, weight, write_llama, write_single
 from gguf_donors import model, write_donor
 
 COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
@@ -31,7 +31,7 @@ def test_the_file_in_the_folder_is_named(tmp_path):
     error = run(*asked, "-o", tmp_path / "g.gguf", "--json").json["error"]
     assert error["message"].endswith("with llama-bf16.gguf in it; expected a folder's name")
     assert error["next"] == f"Leave the ending out: -o {tmp_path / 'g'}"
-    assert run(*asked, "-o", tmp_path / "g").code == 0
+    done(*asked, "-o", tmp_path / "g")
     assert (tmp_path / "g" / "llama-bf16.gguf").is_file()
 
 
@@ -60,7 +60,7 @@ def test_nothing_is_written_into_the_cache(inside, source, tmp_path, monkeypatch
         assert error["next"] == f"Name one: -o {tmp_path / 'home' / 'My-1.5B-NVFP4'}"
     assert os.listdir(snapshot.parent) == [COMMIT]
     words = error["next"].removeprefix("Name one: ").split()
-    assert run("quantize", source, "--format", "nvfp4", *words).code == 0
+    done("quantize", source, "--format", "nvfp4", *words)
 
 
 @pytest.mark.parametrize("inside", [".", "sub"])
@@ -92,7 +92,7 @@ def test_an_unfinished_output_says_what_continues(shards, tmp_path):
     write_llama(source) if shards == 2 else write_single(
         source, {f"{LAYER}.o_proj.weight": weight()}
     )
-    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    done("quantize", source, "--format", "nvfp4", "-o", out)
     for path in [path for path in out.iterdir() if path.is_file()]:
         path.unlink()
     for words in (
@@ -104,7 +104,7 @@ def test_an_unfinished_output_says_what_continues(shards, tmp_path):
         error = run(*words, "--json").json["error"]
         assert error["exit"] == 2, words
         assert "run its command again, which continues" in error["next"], words
-    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    done("quantize", source, "--format", "nvfp4", "-o", out)
 
 
 def test_the_source_s_own_folder_is_called_so(tmp_path):

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from checkpoints import bf16, read_shard, run, values_of, write_checkpoint
+from checkpoints import bf16, done, read_shard, run, values_of, write_checkpoint
 
 BLOCK = "transformer_blocks.0"
 FILE = "diffusion_pytorch_model.safetensors"
@@ -30,8 +30,7 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def artifact(source, tmp_path_factory):
     folder = tmp_path_factory.mktemp("artifact") / "q"
-    outcome = run("quantize", source, *NUNCHAKU, "-o", folder, "--workers", 1)
-    assert outcome.code == 0
+    done("quantize", source, *NUNCHAKU, "-o", folder, "--workers", 1)
     return folder
 
 
@@ -76,7 +75,7 @@ def test_the_plan_says_why_a_layer_stays_and_that_activations_have_four_bits(sou
 
 
 def test_any_number_of_workers_makes_the_same_bytes(source, artifact, tmp_path):
-    assert run("quantize", source, *NUNCHAKU, "-o", tmp_path / "q", "--workers", 3).code == 0
+    done("quantize", source, *NUNCHAKU, "-o", tmp_path / "q", "--workers", 3)
     assert (tmp_path / "q" / FILE).read_bytes() == (artifact / FILE).read_bytes()
 
 
@@ -105,7 +104,7 @@ def test_its_values_are_the_sources_and_the_report_says_how_far(source, artifact
 def test_what_is_dequantized_has_the_names_values_and_biases_of_the_source(
     source, artifact, tmp_path
 ):
-    assert run("dequantize", artifact, "-o", tmp_path / "d").code == 0
+    done("dequantize", artifact, "-o", tmp_path / "d")
     restored, original = read_shard(tmp_path / "d" / FILE), read_shard(source / FILE)
     assert {name: tensor[:2] for name, tensor in restored.items()} == {
         name: tensor[:2] for name, tensor in original.items()
@@ -123,14 +122,14 @@ def test_what_is_dequantized_has_the_names_values_and_biases_of_the_source(
 def test_it_can_be_a_source_again(artifact, source, tmp_path):
     """Its codes are not carried: they are of what corrections leave."""
     options = ("--format", "nvfp4", "-o", tmp_path / "q")
-    assert run("quantize", artifact, *options).code == 0
+    done("quantize", artifact, *options)
     assert run("verify", tmp_path / "q", "--source", artifact, "--json").json["passed"]
     again = read_shard(tmp_path / "q" / FILE)
     assert again[f"{BLOCK}.ff.net.2.bias"] == read_shard(source / FILE)[f"{BLOCK}.ff.net.2.bias"]
 
 
 def test_a_packed_source_is_rounded_again_and_not_taken_over(source, tmp_path):
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "ct").code == 0
+    done("quantize", source, "--format", "nvfp4", "-o", tmp_path / "ct")
     made = run("quantize", tmp_path / "ct", *NUNCHAKU, "-o", tmp_path / "q", "--json")
     assert made.json["tensors"]["quantized"] == 3
     assert run("verify", tmp_path / "q", "--source", tmp_path / "ct", "--json").json["passed"]
@@ -190,7 +189,7 @@ def test_what_has_no_use_is_refused(options, code, source, tmp_path):
 
 
 def test_codes_are_carried_neither_out_of_it_nor_into_it(source, artifact, tmp_path):
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "ct").code == 0
+    done("quantize", source, "--format", "nvfp4", "-o", tmp_path / "ct")
     for folder, dialect in ((artifact, "modelopt"), (tmp_path / "ct", "nunchaku")):
         options = ("--dialect", dialect, "-o", tmp_path / "t", "--json")
         outcome = run("transcode", folder, *options)

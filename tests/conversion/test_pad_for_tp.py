@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import read_folder, run, values_of, write_llama
+from checkpoints import done, read_folder, run, values_of, write_llama
 from safetensors.numpy import save_file
 
 from fp4convert.planning.tensor_parallel import pad_for_ranks
@@ -31,12 +31,7 @@ SIZES = {
 HEADS = {"num_attention_heads": [6, 8], "num_key_value_heads": [3, 4]}
 MLP = {"intermediate_size": [96, 128]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
-DIVIDED = {
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
+DIVIDED = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 # class, sizes of its own, and what config.json says before and after for four ranks
 FAMILIES = {
     "Llama": ({"intermediate_size": 96, "attention_bias": True, "mlp_bias": True}, MLP | HEADS),
@@ -114,13 +109,13 @@ def test_quantized_with_zeros_it_is_the_model_quantized_without(family, fmt, tmp
     source = make(family, tmp_path / "source", **sizes)
     for name, words in (("plain", ()), ("padded", ("--pad-for-tp", 4))):
         quantized = ("quantize", source, "--format", fmt, "-o", tmp_path / name, *words)
-        assert run(*quantized).code == 0
+        done(*quantized)
         back = ("dequantize", tmp_path / name, "-o", tmp_path / f"{name}-back", "--dtype", "fp32")
-        assert run(*back).code == 0
+        done(*back)
     before, after = logits(tmp_path / "plain-back"), logits(tmp_path / "padded-back")
     assert torch.equal(before, after)
     for check in ("verify", "inspect"):
-        assert run(check, tmp_path / "padded", "--source", source, "--json").code == 0
+        done(check, tmp_path / "padded", "--source", source, "--json")
     record = json.loads((tmp_path / "padded" / "quantization_config.json").read_text())
     assert record["padding"]["tensor_parallel"] == 4
     config = json.loads((tmp_path / "padded" / "config.json").read_text())
@@ -216,15 +211,15 @@ def test_options_that_need_the_own_sizes_and_idle_ones_are_refused(tmp_path):
 def test_transcode_carries_the_record_and_verify_still_understands(tmp_path):
     source = make("Llama", tmp_path / "source")
     words = ("--format", "nvfp4", "--pad-for-tp", 4)
-    assert run("quantize", source, *words, "-o", tmp_path / "out").code == 0
+    done("quantize", source, *words, "-o", tmp_path / "out")
     other = tmp_path / "other"
-    assert run("transcode", tmp_path / "out", "-o", other, "--dialect", "modelopt").code == 0
+    done("transcode", tmp_path / "out", "-o", other, "--dialect", "modelopt")
     record = json.loads((other / "quantization_config.json").read_text())
     assert record["padding"]["config"] == MLP | HEADS
-    assert run("verify", other, "--source", source).code == 0
+    done("verify", other, "--source", source)
     compared = ("compare", tmp_path / "out", other, "--source", source, "--json")
-    assert run(*compared).code == 0
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "plain").code == 0
+    done(*compared)
+    done("quantize", source, "--format", "nvfp4", "-o", tmp_path / "plain")
     outcome = run("compare", tmp_path / "out", tmp_path / "plain", "--source", source, "--json")
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "pad-differs")
     warned = run("dequantize", other, "-o", tmp_path / "back", "--json").json["warnings"]
@@ -233,7 +228,7 @@ def test_transcode_carries_the_record_and_verify_still_understands(tmp_path):
 
 def test_a_record_that_nobody_reads_is_refused(tmp_path):
     source, out = write_llama(tmp_path / "source"), tmp_path / "out"
-    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    done("quantize", source, "--format", "nvfp4", "-o", out)
     file = out / "quantization_config.json"
     file.write_text(
         json.dumps(json.loads(file.read_text()) | {"padding": {"tensor_parallel": "4"}})

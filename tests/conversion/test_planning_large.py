@@ -22,6 +22,7 @@ from fp4convert.commands.convert import preview_quantize
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.dry_run import describe_plan
 from fp4convert.conversion.quantize import prepare_quantize
+from fp4convert.conversion.request import take_apart
 from fp4convert.execution.settings import Settings
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.plan import Plan
@@ -39,7 +40,7 @@ def plan(folder: Path) -> None:
     request = QuantizeOptions(
         "", format="nvfp4", include=("lm_head", "re:.*gate$"), exclude=PATTERNS
     )
-    planned = prepare_quantize(source, request)
+    planned = prepare_quantize(take_apart(source, request))
     assert as_text(planned.index)
     screen.Screen().show(describe_plan(artifact_job(source, planned), Settings("cpu")), draw_plan)
 

@@ -12,6 +12,7 @@ from checkpoints import (
     FIRST,
     SECOND,
     Tensor,
+    done,
     pack_shard,
     read_folder,
     run,
@@ -46,20 +47,8 @@ KEPT = [0, 3, 4, 5]  # two of each group of four
 
 
 def prune(source: Path, out: Path, *options: object, keep: int = 4) -> dict:
-    outcome = run(
-        "prune",
-        source,
-        "-o",
-        out,
-        "--calibration",
-        calibrated(Path(source)),
-        "--keep",
-        keep,
-        "--json",
-        *options,
-    )
-    assert outcome.code == 0, outcome.err
-    return outcome.json
+    words = (out, "--calibration", calibrated(Path(source)), "--keep", keep, "--json", *options)
+    return done("prune", source, "-o", *words).json
 
 
 def test_fp8_experts_move_with_their_scales_and_routers_lose_rows(source, tmp_path):
@@ -116,22 +105,14 @@ def test_config_and_record_say_what_was_done(source, tmp_path):
     assert (out / "tokenizer.json").read_bytes() == b"{}"
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == read_folder(out).keys()
-    assert (
-        run(
-            "quantize", out, "--format", "nvfp4", "--scale-rule", "amax", "-o", tmp_path / "four"
-        ).code
-        == 0
-    )
+    done("quantize", out, "--format", "nvfp4", "--scale-rule", "amax", "-o", tmp_path / "four")
     assert (tmp_path / "four" / "expert_pruning.json").exists()
 
 
 def test_a_layer_that_the_calibration_saw_is_pruned_like_others(source, tmp_path):
     found = {**statistics(), **statistics(AHEAD, SALIENCY[::-1])}
     calibration = calibrated(source, found)
-    assert (
-        run("prune", source, "-o", tmp_path / "out", "--calibration", calibration, "--keep", 4).code
-        == 0
-    )
+    done("prune", source, "-o", tmp_path / "out", "--calibration", calibration, "--keep", 4)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     record = json.loads((tmp_path / "out" / "expert_pruning.json").read_text())
     assert (config["num_nextn_predict_layers"], record["left_out"]) == (1, [])
@@ -158,10 +139,7 @@ def test_packed_integers(tmp_path):
     tensors[f"{MOE}.gate.weight"] = weight(1, 3)
     source = write_single(tmp_path / "source", tensors, config)
     calibration = calibrated(source, statistics(saliency=[1, 0, 2]))
-    assert (
-        run("prune", source, "-o", tmp_path / "out", "--calibration", calibration, "--keep", 2).code
-        == 0
-    )
+    done("prune", source, "-o", tmp_path / "out", "--calibration", calibration, "--keep", 2)
     after = read_folder(tmp_path / "out")
     moved = {
         f"{MOE}.experts.{new}.up_proj.{part}": f"{MOE}.experts.{old}.up_proj.{part}"
@@ -205,10 +183,7 @@ def test_stacks_of_mxfp4_lose_slices_and_biases(tmp_path):
     tensors["model.layers.0.self_attn.sinks"] = random_tensor("BF16", (4,), 9)
     source = write_single(tmp_path / "source", tensors, config)
     calibration = calibrated(source, statistics(mlp, [4, 1, 2, 3]))
-    assert (
-        run("prune", source, "-o", tmp_path / "out", "--calibration", calibration, "--keep", 3).code
-        == 0
-    )
+    done("prune", source, "-o", tmp_path / "out", "--calibration", calibration, "--keep", 3)
     sliced = {
         name: (tensors[name][0], (3, *shape[1:]), bits_of(tensors[name])[[0, 2, 3]].tobytes())
         for name, (_, shape) in stacks.items()
@@ -231,10 +206,7 @@ def test_a_correction_along_the_last_axis(tmp_path):
         tmp_path / "s", tensors, {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2}
     )
     calibration = calibrated(source, statistics(mlp, [1, 4, 0, 2]))
-    assert (
-        run("prune", source, "-o", tmp_path / "out", "--calibration", calibration, "--keep", 3).code
-        == 0
-    )
+    done("prune", source, "-o", tmp_path / "out", "--calibration", calibration, "--keep", 3)
     found = values_of(read_folder(tmp_path / "out")[f"{mlp}.moe_statics.e_score_correction_bias"])
     assert (
         found == values_of(tensors[f"{mlp}.moe_statics.e_score_correction_bias"])[:, [0, 1, 3]]
@@ -283,7 +255,7 @@ def test_another_number_of_experts_is_another_plan(source, tmp_path):
         6,
     )
     assert run(*options).code == 5
-    assert run(*options, "--force").code == 0
+    done(*options, "--force")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["n_routed_experts"] == 6
 
 
@@ -291,18 +263,8 @@ def test_a_repository_on_the_hub_becomes_what_its_folder_becomes(hub, source, tm
     hub.add("org/m", source)
     prune(source, tmp_path / "local")
     calibration = calibrated(source)
-    outcome = run(
-        "prune",
-        "org/m",
-        "-o",
-        tmp_path / "hub",
-        "--calibration",
-        calibration,
-        "--keep",
-        4,
-        "--json",
-    )
-    assert outcome.code == 0, outcome.err
+    given = ("org/m", "-o", tmp_path / "hub", "--calibration", calibration, "--keep", 4, "--json")
+    done("prune", *given)
     for path in filter(Path.is_file, (tmp_path / "local").iterdir()):
         found = (tmp_path / "hub" / path.name).read_bytes()
         if path.name == "expert_pruning.json":
@@ -325,17 +287,8 @@ def test_the_dry_run_lists_what_stays_and_writes_nothing(source, tmp_path):
         assert document[key] == written[key]
     assert document["peak_disk_bytes"] == written["output_bytes"]
     assert {entry["name"] for entry in document["tensors"]} == read_folder(tmp_path / "out").keys()
-    shown = run(
-        "prune",
-        source,
-        "-o",
-        tmp_path / "x",
-        "--calibration",
-        calibrated(source),
-        "--keep",
-        4,
-        "--dry-run",
-    )
+    asked = ("-o", tmp_path / "x", "--calibration", calibrated(source), "--keep", 4, "--dry-run")
+    shown = run("prune", source, *asked)
     assert "experts  8 -> 4 in each of 1 layers" in shown.out
     assert "experts.[0-3]" in shown.out
 
@@ -343,27 +296,17 @@ def test_the_dry_run_lists_what_stays_and_writes_nothing(source, tmp_path):
 def test_warnings(source, tmp_path):
     found = statistics(tokens=99)
     found[f"{MOE}.expert_tokens"][:6] = 100
-    few = run(
-        "prune",
-        source,
-        "-o",
-        tmp_path / "out",
-        "--calibration",
-        calibrated(source, found),
-        "--keep",
-        6,
-    )
-    assert few.code == 0
+    command = ("-o", tmp_path / "out", "--calibration", calibrated(source, found), "--keep", 6)
+    few = done("prune", source, *command)
     assert "2 experts in 1 layers got fewer than 100 tokens, 1 of them kept" in few.err
     assert "6 experts cannot be divided evenly among 4 or 8 ranks of expert parallelism" in few.err
     assert "multi-token-prediction layers are left out" in few.err
     plain = write_checkpoint(
         tmp_path / "plain" / "source", deepseek_shards(is_ahead=False), DEEPSEEK
     )
-    calm = run(
+    calm = done(
         "prune", plain, "-o", tmp_path / "out2", "--calibration", calibrated(plain), "--keep", 4
     )
-    assert calm.code == 0
     assert "predict" not in calm.err
     assert "tokens" not in calm.err
 
@@ -455,12 +398,7 @@ def test_records_that_name_single_experts(tmp_path):
 
 def test_an_artifact_of_ours(source, tmp_path):
     calibration = calibrated(source)
-    assert (
-        run(
-            "quantize", source, "--format", "nvfp4", "--scale-rule", "amax", "-o", tmp_path / "four"
-        ).code
-        == 0
-    )
+    done("quantize", source, "--format", "nvfp4", "--scale-rule", "amax", "-o", tmp_path / "four")
     refused(tmp_path / "four", tmp_path, "is an artifact of fp4convert", calibration)
 
 
@@ -475,19 +413,8 @@ def test_an_output_inside_the_source(source):
 def test_a_pruned_checkpoint_can_be_pruned_again(source, tmp_path):
     prune(source, tmp_path / "six", keep=6)
     calibration = calibrated(tmp_path / "six", statistics(saliency=SALIENCY[:6]))
-    assert (
-        run(
-            "prune",
-            tmp_path / "six",
-            "-o",
-            tmp_path / "four",
-            "--calibration",
-            calibration,
-            "--keep",
-            4,
-        ).code
-        == 0
-    )
+    words = ("-o", tmp_path / "four", "--calibration", calibration, "--keep", 4)
+    done("prune", tmp_path / "six", *words)
     assert json.loads((tmp_path / "four" / "config.json").read_text())["n_routed_experts"] == 4
 
 

@@ -17,6 +17,7 @@ from checkpoints import (
     LAYER,
     LLAMA,
     SECOND,
+    done,
     llama_shards,
     pack_shard,
     read_folder,
@@ -203,8 +204,7 @@ def test_sidecars_travel_byte_for_byte_and_nothing_else_does(tmp_path):
     )
     (source / "a" / "b").mkdir(parents=True)
     (source / "a" / "b" / "voice.wav").write_bytes(bytes(range(256)))
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")
-    assert outcome.code == 0
+    outcome = done("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")
     assert (
         "warning: 1 file holds weights in another form and is left out: 'pytorch_model.bin'"
         in outcome.err
@@ -232,7 +232,7 @@ def test_a_sidecar_may_have_any_name(name, tmp_path):
     document = quantize(source, tmp_path / "out")
     assert (tmp_path / "out" / file).read_bytes() == b"x"
     assert quantize(source, tmp_path / "out")["digest"] == document["digest"]
-    assert run("verify", tmp_path / "out").code == 0
+    done("verify", tmp_path / "out")
 
 
 def test_a_sidecar_whose_name_no_record_can_hold_is_refused(tmp_path):
@@ -314,7 +314,7 @@ def test_the_output_is_named_after_the_source_and_the_format(tmp_path, monkeypat
     source = write_single(tmp_path / "My-Model", {f"{LAYER}.mlp.down_proj.weight": weight()})
     monkeypatch.chdir(tmp_path)
     assert run("quantize", source, "--format", "nvfp4", "--json").json["output"] == "My-Model-NVFP4"
-    assert run("quantize", source / "model.safetensors", "--format", "mxfp4").code == 0
+    done("quantize", source / "model.safetensors", "--format", "mxfp4")
     assert (tmp_path / "My-Model-NVFP4").is_dir()
     assert (tmp_path / "model-MXFP4").is_dir()
 
@@ -342,8 +342,7 @@ def test_a_matrix_larger_than_a_panel_is_whole(tmp_path):
 def test_dequantize_gives_ordinary_weights_again(format, dialect, dtype, tmp_path):
     source = write_llama(tmp_path / "source", **{"tokenizer.json": b"{}"})
     quantize(source, tmp_path / "q", "--format", format, "--dialect", dialect)
-    outcome = run("dequantize", tmp_path / "q", "-o", tmp_path / "out", "--dtype", dtype, "--json")
-    assert outcome.code == 0, outcome.err
+    done("dequantize", tmp_path / "q", "-o", tmp_path / "out", "--dtype", dtype, "--json")
     before, after = read_folder(source), read_folder(tmp_path / "out")
     assert set(after) == set(before)
     torch_dtype = (
@@ -370,7 +369,7 @@ def test_dequantize_gives_ordinary_weights_again(format, dialect, dtype, tmp_pat
 def test_what_is_dequantized_is_a_source_again(tmp_path):
     shards = {"model.safetensors": llama_shards()[SECOND]}
     quantize(write_checkpoint(tmp_path / "source", shards), tmp_path / "q")
-    assert run("dequantize", tmp_path / "q", "-o", tmp_path / "plain").code == 0
+    done("dequantize", tmp_path / "q", "-o", tmp_path / "plain")
     assert quantize(tmp_path / "plain", tmp_path / "again")["tensors"]["quantized"] == 5
 
 

@@ -1,7 +1,7 @@
 """What is not as an artifact's record says is made into nothing else."""
 
 import pytest
-from checkpoints import FIRST, run, write_llama
+from checkpoints import FIRST, done, run, write_llama
 from rewriting import forget_hashes
 
 COMMANDS = {
@@ -15,7 +15,7 @@ COMMANDS = {
 def made(tmp_path):
     source = write_llama(tmp_path / "m")
     (source / "tokenizer.json").write_text("{}")
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "made").code == 0
+    done("quantize", source, "--format", "nvfp4", "-o", tmp_path / "made")
     return tmp_path / "made"
 
 
@@ -29,7 +29,7 @@ def test_a_flipped_bit_is_refused(command, made, tmp_path):
     assert (outcome.code, error["code"], out.exists()) == (2, "unsound-artifact", False)
     assert f"hash-mismatch: {FIRST}" in error["message"]
     forget_hashes(made)
-    assert run(command, made, *COMMANDS[command], "-o", out).code == 0
+    done(command, made, *COMMANDS[command], "-o", out)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -41,4 +41,4 @@ def test_a_missing_file_is_refused_and_an_edited_one_is_not(command, made, tmp_p
     assert (outcome.code, error["code"], out.exists()) == (2, "unsound-artifact", False)
     assert "file-missing: tokenizer.json" in error["message"]
     (made / "tokenizer.json").write_text('{"edited": 1}')
-    assert run(command, made, *COMMANDS[command], "-o", out).code == 0
+    done(command, made, *COMMANDS[command], "-o", out)

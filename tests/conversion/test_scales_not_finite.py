@@ -3,7 +3,7 @@
 import struct
 
 import pytest
-from checkpoints import LAYER, read_shard, run, write_llama
+from checkpoints import LAYER, done, read_shard, run, write_llama
 from rewriting import forget_hashes, rewrite
 
 DOWN = f"{LAYER}.mlp.down_proj"
@@ -32,7 +32,7 @@ def damage(folder, fmt, worse=b""):
 def test_a_nan_scale_is_refused(fmt, command, tmp_path):
     """quantize would take the blocks over as they are."""
     made, out = tmp_path / "made", tmp_path / "out"
-    assert run("quantize", write_llama(tmp_path / "m"), "--format", fmt, "-o", made).code == 0
+    done("quantize", write_llama(tmp_path / "m"), "--format", fmt, "-o", made)
     damage(made, fmt)
     dialect = "quark" if fmt == "mxfp4" else "modelopt"
     options = {"transcode": ("--dialect", dialect), "quantize": ("--format", fmt)}
@@ -46,7 +46,7 @@ def test_a_nan_scale_is_refused(fmt, command, tmp_path):
 def test_what_becomes_bf16_again_is_refused_too(tmp_path):
     """FP8 that --exclude names is written as bf16."""
     made, out = tmp_path / "made", tmp_path / "out"
-    assert run("quantize", write_llama(tmp_path / "m"), "--format", "fp8", "-o", made).code == 0
+    done("quantize", write_llama(tmp_path / "m"), "--format", "fp8", "-o", made)
     damage(made, "fp8")
     outcome = run("quantize", made, "--format", "nvfp4", "--exclude", DOWN, "-o", out, "--json")
     error = outcome.json["error"]
@@ -65,7 +65,7 @@ def test_what_becomes_bf16_again_is_refused_too(tmp_path):
 def test_values_that_no_dtype_holds_are_not_sent_to_another(words, tmp_path):
     """A finite scale of 1e37 makes more of a code than fp32 can say."""
     made, out = tmp_path / "made", tmp_path / "out"
-    assert run("quantize", write_llama(tmp_path / "m"), "--format", "fp8", "-o", made).code == 0
+    done("quantize", write_llama(tmp_path / "m"), "--format", "fp8", "-o", made)
     damage(made, "fp8", struct.pack("<f", 1e37))
     outcome = run(words[0], made, *words[1:], "-o", out, "--json")
     error = outcome.json["error"]

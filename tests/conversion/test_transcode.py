@@ -20,6 +20,7 @@ from checkpoints import (
     LLAMA,
     SECOND,
     Tensor,
+    done,
     llama_shards,
     read_folder,
     run,
@@ -70,29 +71,14 @@ def source(tmp_path: Path) -> Path:
 
 
 def quantize(source: Path, output: Path, dialect: str, *options: object) -> dict:
-    outcome = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "--dialect",
-        dialect,
-        "-o",
-        output,
-        "--json",
-        "-q",
-        *options,
-    )
-    assert outcome.code == 0, outcome
-    return outcome.json
+    given = ("--format", "nvfp4", "--dialect", dialect, "-o", output, "--json", "-q", *options)
+    return done("quantize", source, *given).json
 
 
 def transcode(artifact: Path, output: Path, dialect: str, *options: object) -> dict:
-    outcome = run(
+    return done(
         "transcode", artifact, "-o", output, "--dialect", dialect, "--json", "-q", *options
-    )
-    assert outcome.code == 0, outcome
-    return outcome.json
+    ).json
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -243,7 +229,7 @@ def test_it_is_what_quantize_writes(before, after, options, source, tmp_path):
     rounded = {name for name, value in exact.items() if not is_reversible(value)}
     assert {name for name in differ if not name.endswith(input_scale)} == rounded
     assert is_same(tmp_path / "direct", tmp_path / "after") is not bool(differ)
-    assert run("verify", tmp_path / "after", "--source", source, "--json").code == 0
+    done("verify", tmp_path / "after", "--source", source, "--json")
     found = run("inspect", tmp_path / "after", "--json").json
     assert (found["findings"], found["activations"]) == ([], 4 if options else 16)
 
@@ -467,7 +453,7 @@ def test_advice_names_only_options_of_the_command(source, tmp_path):
 
 def test_advice_for_engines_says_whose_options_it_names(source, tmp_path):
     """It is what only another conversion can do."""
-    assert run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "a", "-q").code == 0
+    done("quantize", source, "--format", "mxfp4", "-o", tmp_path / "a", "-q")
     words = ("--dialect", CT, "-o", tmp_path / "b", "--json")
     warnings = run("transcode", tmp_path / "a", *words).json["warnings"]
     advice = [line for line in warnings if "--format" in line]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from checkpoints import Tensor, bf16, read_folder, run
+from checkpoints import Tensor, bf16, done, read_folder, run
 from mixing import Eight, Matrices, write_mixed
 from tiny_chains import LENGTH, TEXT, make_model
 
@@ -81,8 +81,7 @@ def write(folder: Path, dialect: str, matrices: Matrices) -> Path:
 
 
 def transcode(artifact: Path, folder: Path, dialect: str, *options: object) -> dict[str, Any]:
-    outcome = run("transcode", artifact, "-o", folder, "--dialect", dialect, "--json", *options)
-    assert outcome.code == 0, outcome.err
+    outcome = done("transcode", artifact, "-o", folder, "--dialect", dialect, "--json", *options)
     found = run("inspect", folder, "--json").json
     assert found["healthy"]
     assert [each for each in found["findings"] if each["level"] != "note"] == []
@@ -298,7 +297,7 @@ def test_every_command_takes_them(tmp_path: Path, dialect: str, other: str) -> N
     (tmp_path / "mixed.toml").write_text(MIXED)
     (tmp_path / "text.txt").write_text(TEXT)
     options = ("--recipe", tmp_path / "mixed.toml", "--dialect", dialect, "--activations", 4)
-    assert run("quantize", source, "--format", "nvfp4", *options, "-o", made, "-q").code == 0
+    done("quantize", source, "--format", "nvfp4", *options, "-o", made, "-q")
     carried = transcode(made, there, other)["carried"]
     assert carried["modules"] == QUANTIZED
     assert carried["bit_for_bit"] + len(carried["rounded"]) == QUANTIZED
@@ -307,8 +306,7 @@ def test_every_command_takes_them(tmp_path: Path, dialect: str, other: str) -> N
         verified = run("verify", artifact, "--source", source, "--json").json
         assert (verified["passed"], len(verified["tensors"])) == (True, QUANTIZED)
         text = ("--text", tmp_path / "text.txt", "--sequence-length", LENGTH)
-        found = run("evaluate", artifact, "--source", source, *text, "--json")
-        assert found.code == 0, found.err
+        found = done("evaluate", artifact, "--source", source, *text, "--json")
         losses.append(found.json["kl"]["mean"])
     assert 0 < losses[0] < 0.05
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -317,7 +315,7 @@ def test_every_command_takes_them(tmp_path: Path, dialect: str, other: str) -> N
     assert abs(compared["artifacts"]["b"]["difference_db_mean"]) < 1e-6
     # quantize keeps the eight bits that a recipe keeps, and takes the blocks over
     keep = ("--format", "nvfp4", "--dialect", other, "--exclude", "*self_attn*", "--keep-packed")
-    assert run("quantize", made, *keep, "-o", tmp_path / "kept", "-q").code == 0
+    done("quantize", made, *keep, "-o", tmp_path / "kept", "-q")
     stored, taken = read_folder(there), read_folder(tmp_path / "kept")
     eights = [name for name in stored if "self_attn" in name and name.endswith("_proj.weight")]
     assert len(eights) == 12

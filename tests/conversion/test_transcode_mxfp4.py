@@ -17,7 +17,9 @@ from checkpoints import (
     LAYER,
     LLAMA,
     SECOND,
+    Outcome,
     Tensor,
+    done,
     read_folder,
     read_shard,
     run,
@@ -134,20 +136,14 @@ def largest_exponent(tensors: dict[str, Tensor], modules: tuple[str, ...]) -> in
 
 
 def transcode(artifact: Path, output: Path, dialect: str) -> dict:
-    outcome = run(
-        "transcode",
-        artifact,
-        "-o",
-        output,
-        "--dialect",
-        dialect,
-        "--format",
-        "nvfp4",
-        "--json",
-        "-q",
-    )
+    outcome = to_nvfp4(artifact, output, dialect)
     assert outcome.code == 0, outcome
     return outcome.json
+
+
+def to_nvfp4(artifact: Path, output: Path, dialect: str) -> Outcome:
+    words = ("--dialect", dialect, "--format", "nvfp4", "--json")
+    return run("transcode", artifact, "-o", output, *words)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -203,7 +199,7 @@ def test_eighteen_powers_keep_every_value(dialect, lowest, highest, tmp_path):
     assert {finding["code"] for finding in found["findings"]} <= {
         "global-scale-range"
     }  # of exponents that no model has
-    assert run("verify", tmp_path / "out").code == 0
+    done("verify", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -271,26 +267,18 @@ def test_our_own_mxfp4_is_carried_in_full(dialect, tmp_path):
     source = write_checkpoint(
         tmp_path / "source", {FIRST: tensors, SECOND: {"lm_head.weight": weight(11, 96, 64)}}
     )
-    assert run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "mxfp4").code == 0
+    done("quantize", source, "--format", "mxfp4", "-o", tmp_path / "mxfp4")
     document = transcode(tmp_path / "mxfp4", tmp_path / "out", dialect)
     assert set(check(tmp_path / "mxfp4", tmp_path / "out", dialect, document).values()) == {
         ROWS * BLOCKS
     }
-    assert (
-        run(
-            "quantize", source, "--format", "nvfp4", "--dialect", dialect, "-o", tmp_path / "nvfp4"
-        ).code
-        == 0
-    )
+    done("quantize", source, "--format", "nvfp4", "--dialect", dialect, "-o", tmp_path / "nvfp4")
     for file in {"config.json", "hf_quant_config.json"} & {
         path.name for path in (tmp_path / "nvfp4").iterdir()
     }:
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "nvfp4" / file).read_bytes()
     for restored, folder in (("left", "mxfp4"), ("right", "out")):
-        assert (
-            run("dequantize", tmp_path / folder, "-o", tmp_path / restored, "--dtype", "fp32").code
-            == 0
-        )
+        done("dequantize", tmp_path / folder, "-o", tmp_path / restored, "--dtype", "fp32")
     assert read_folder(tmp_path / "left") == read_folder(tmp_path / "right")
 
 
@@ -299,9 +287,7 @@ def test_four_bit_activations_become_sixteen(dialect, tmp_path):
     """MXFP4 has no input scales to carry over: the result is for weights alone."""
     artifact = write_mxfp4(tmp_path / "artifact", scales_within(110, 127), activations=4)
     assert run("inspect", artifact, "--json").json["activations"] == 4
-    outcome = run(
-        "transcode", artifact, "-o", tmp_path / "out", "--dialect", dialect, "--format", "nvfp4"
-    )
+    outcome = to_nvfp4(artifact, tmp_path / "out", dialect)
     assert outcome.code == 0
     assert "activations become 16-bit" in outcome.err
     assert run("inspect", tmp_path / "out", "--json").json["activations"] == 16
@@ -314,17 +300,7 @@ def test_nan_never_becomes_a_number(dialect, tmp_path):
     scales = scales_within(110, 127)
     scales[DOWN][2, 1] = 255
     artifact = write_mxfp4(tmp_path / "artifact", scales)
-    outcome = run(
-        "transcode",
-        artifact,
-        "-o",
-        tmp_path / "out",
-        "--dialect",
-        dialect,
-        "--format",
-        "nvfp4",
-        "--json",
-    )
+    outcome = to_nvfp4(artifact, tmp_path / "out", dialect)
     if outcome.code:
         assert DOWN in outcome.json["error"]["message"]
         assert not (tmp_path / "out" / OURS).exists()
@@ -349,21 +325,11 @@ def test_matrices_that_hold_no_whole_blocks(dialect, rows, nbytes, blocks, tmp_p
         tmp_path / "artifact", shards, {**LLAMA, "quantization_config": DECLARED}
     )
     os.replace(artifact / FIRST, artifact / "model.safetensors")
-    outcome = run(
-        "transcode",
-        artifact,
-        "-o",
-        tmp_path / "out",
-        "--dialect",
-        dialect,
-        "--format",
-        "nvfp4",
-        "--json",
-    )
+    outcome = to_nvfp4(artifact, tmp_path / "out", dialect)
     if outcome.code:
         assert OUT in outcome.json["error"]["message"]
     else:
-        assert run("verify", tmp_path / "out").code == 0
+        done("verify", tmp_path / "out")
 
 
 def test_mxfp4_as_mxfp4_stays_as_it_is(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import INDEX, Tensor, read_folder, read_shard, run
+from checkpoints import INDEX, Tensor, done, read_folder, read_shard, run
 from spellings import PLAIN, Module, module_of, spelled, tensors_of, write_artifact
 
 NVFP4_DIALECTS = ("compressed-tensors", "modelopt", "quark", "comfy", *PLAIN)
@@ -58,14 +58,13 @@ def experts_of(members: dict[str, tuple[int, int]]) -> dict[str, Module]:
 def transcode(artifact: Path, output: Path, dialect: str) -> dict:
     name, _, layout = dialect.partition("/")
     options = ("--scale-layout", layout) if layout else ()
-    outcome = run("transcode", artifact, "-o", output, "--dialect", name, *options, "--json", "-q")
-    assert outcome.code == 0, outcome
-    return outcome.json
+    return done(
+        "transcode", artifact, "-o", output, "--dialect", name, *options, "--json", "-q"
+    ).json
 
 
 def restored(artifact: Path, output: Path) -> dict[str, Tensor]:
-    outcome = run("dequantize", artifact, "-o", output, "--dtype", "fp32", "-q", "--device", "cpu")
-    assert outcome.code == 0, outcome
+    done("dequantize", artifact, "-o", output, "--dtype", "fp32", "-q", "--device", "cpu")
     return read_folder(output)
 
 
@@ -93,7 +92,7 @@ def check_pair(
         fmt,
     )
     assert (found["activations"], found["tensors"]["quantized"]) == (activations, len(modules))
-    assert run("verify", tmp_path / "b").code == 0
+    done("verify", tmp_path / "b")
     transcode(tmp_path / "b", tmp_path / "back", before)
     assert differences(read_folder(tmp_path / "back"), read_folder(artifact)) == []
     for folder in ("b", "back"):

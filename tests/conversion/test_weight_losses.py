@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from checkpoints import (
     FIRST,
     LAYER,
     bf16,
+    done,
     read_folder,
     run,
     start,
@@ -26,8 +28,9 @@ from targets import MEASURED, digits, losses, quantize, shards
 
 from fp4convert.conversion.mixed_precision import Goal, fit
 from fp4convert.conversion.ray_workers import work_on_node
+from fp4convert.conversion.request import take_apart
+from fp4convert.execution.settings import Settings
 from fp4convert.options.writing import QuantizeOptions
-from fp4convert.progress import Phases
 from fp4convert.storage.open import open_source
 
 
@@ -36,22 +39,32 @@ def source(tmp_path) -> Path:
     return write_checkpoint(tmp_path / "source", shards())
 
 
+def restored(artifact: Path) -> dict[str, np.ndarray]:
+    """The values that `dequantize` makes of an artifact."""
+    folder = artifact.with_name(f"{artifact.name}-values")
+    done("dequantize", artifact, "-o", folder, "--dtype", "fp32", "-q")
+    return {name: values_of(stored) for name, stored in read_folder(folder).items()}
+
+
+def assert_losses(measured: Path, source: Path, artifact: Path, moments: dict[str, Any]) -> None:
+    """Losses of all modules are those of an artifact's values, in float64.
+
+    moments  mean squares of the inputs by module; of others 1
+    """
+    original, rounded, found = read_folder(source), restored(artifact), losses(measured)
+    assert len(found) == 14
+    for module, each in found.items():
+        w, v = values_of(original[f"{module}.weight"]), rounded[f"{module}.weight"]
+        squares = moments.get(module, np.ones(w.shape[1]))
+        loss = (((w - v) ** 2) @ squares).sum() / ((w**2) @ squares).sum()
+        assert each["nvfp4"] == pytest.approx(loss, rel=1e-5 if moments else 1e-6)
+
+
 def test_losses_are_those_of_the_artifacts_values(source, tmp_path):
     """Beside what `dequantize` makes of an artifact, by NumPy in float64."""
     quantize(source, tmp_path / "fitted", "--target-bits", 6)
     quantize(source, tmp_path / "four")
-    assert (
-        run(
-            "dequantize", tmp_path / "four", "-o", tmp_path / "values", "--dtype", "fp32", "-q"
-        ).code
-        == 0
-    )
-    original, rounded = read_folder(source), read_folder(tmp_path / "values")
-    found = losses(tmp_path / "fitted")
-    assert len(found) == 14
-    for module, each in found.items():
-        w, v = values_of(original[f"{module}.weight"]), values_of(rounded[f"{module}.weight"])
-        assert each["nvfp4"] == pytest.approx(((w - v) ** 2).sum() / (w**2).sum(), rel=1e-6)
+    assert_losses(tmp_path / "fitted", source, tmp_path / "four", {})
 
 
 def test_losses_are_those_under_given_global_scales(source, tmp_path):
@@ -66,14 +79,7 @@ def test_losses_are_those_under_given_global_scales(source, tmp_path):
     given = ("--dialect", "modelopt", "--global-scale", tmp_path / "scales.json")
     quantize(source, tmp_path / "fitted", "--target-bits", 6, *given)
     quantize(source, tmp_path / "four", *given)
-    words = ("-o", tmp_path / "values", "--dtype", "fp32", "-q")
-    assert run("dequantize", tmp_path / "four", *words).code == 0
-    original, rounded = read_folder(source), read_folder(tmp_path / "values")
-    found = losses(tmp_path / "fitted")
-    assert len(found) == 14
-    for module, each in found.items():
-        w, v = values_of(original[f"{module}.weight"]), values_of(rounded[f"{module}.weight"])
-        assert each["nvfp4"] == pytest.approx(((w - v) ** 2).sum() / (w**2).sum(), rel=1e-6)
+    assert_losses(tmp_path / "fitted", source, tmp_path / "four", {})
     fitted = read_folder(tmp_path / "fitted")
     made = {module for module in scales if f"{module}.weight_scale_2" in fitted}
     assert 0 < len(made) < 14
@@ -104,77 +110,27 @@ def test_losses_of_fp8_are_torchs(source, tmp_path, dialect, axis):
         )
 
 
-def test_with_a_calibration_losses_are_weighted_by_the_moments(source, tmp_path):
+@pytest.mark.parametrize(
+    ("rule", "is_calibrated"),
+    [(None, True), ("mse", False), ("four-over-six", False), ("importance", True)],
+)
+def test_losses_follow_the_rule_and_the_moments_of_the_run(source, tmp_path, rule, is_calibrated):
     draw = np.random.default_rng(9)
-    original = {
-        name.removesuffix(".weight"): values_of(t)
-        for name, t in read_folder(source).items()
+    inputs = {
+        name.removesuffix(".weight"): draw.standard_normal((32, columns))
+        * np.geomspace(0.1, 9, columns)
+        for name, (_, (*_, columns), _) in sorted(read_folder(source).items())
         if "proj" in name
     }
-    inputs = {
-        module: draw.standard_normal((32, w.shape[1])) * np.geomspace(0.1, 9, w.shape[1])
-        for module, w in original.items()
-    }
-    statistics = {
-        name: array
-        for module, x in inputs.items()
-        for name, array in statistics_of(module, x).items()
-    }
+    found = [statistics_of(module, x).items() for module, x in inputs.items()]
+    statistics = {name: array for one in found for name, array in one}
     file = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), statistics)
-    quantize(source, tmp_path / "out", "--target-bits", 6, "--calibration", file)
-    quantize(source, tmp_path / "four")
-    assert (
-        run(
-            "dequantize", tmp_path / "four", "-o", tmp_path / "values", "--dtype", "fp32", "-q"
-        ).code
-        == 0
-    )
-    rounded = read_folder(tmp_path / "values")
-    for module, each in losses(tmp_path / "out").items():
-        w, v, moments = (
-            original[module],
-            values_of(rounded[f"{module}.weight"]),
-            (inputs[module] ** 2).mean(0),
-        )
-        assert each["nvfp4"] == pytest.approx(
-            (((w - v) ** 2) @ moments).sum() / ((w**2) @ moments).sum(), rel=1e-5
-        )
-
-
-@pytest.mark.parametrize("rule", ["mse", "four-over-six", "importance"])
-def test_losses_follow_the_rule_of_the_run(source, tmp_path, rule):
-    original = {
-        name.removesuffix(".weight"): values_of(t)
-        for name, t in read_folder(source).items()
-        if "proj" in name
-    }
-    draw = np.random.default_rng(10)
-    inputs = {
-        module: draw.standard_normal((32, w.shape[1])) * np.geomspace(0.1, 9, w.shape[1])
-        for module, w in original.items()
-    }
-    statistics = {
-        name: array
-        for module, x in inputs.items()
-        for name, array in statistics_of(module, x).items()
-    }
-    file = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), statistics)
-    options = ("--scale-rule", rule, *(("--calibration", file) if rule == "importance" else ()))
-    quantize(source, tmp_path / "out", "--target-bits", 6, *options)
-    quantize(source, tmp_path / "four", *options)
-    assert (
-        run(
-            "dequantize", tmp_path / "four", "-o", tmp_path / "values", "--dtype", "fp32", "-q"
-        ).code
-        == 0
-    )
-    rounded = read_folder(tmp_path / "values")
-    for module, each in losses(tmp_path / "out").items():
-        w, v = original[module], values_of(rounded[f"{module}.weight"])
-        moments = (inputs[module] ** 2).mean(0) if rule == "importance" else np.ones(w.shape[1])
-        assert each["nvfp4"] == pytest.approx(
-            (((w - v) ** 2) @ moments).sum() / ((w**2) @ moments).sum(), rel=1e-5
-        )
+    options = ("--scale-rule", rule) if rule else ()
+    given = ("--calibration", file) if is_calibrated else ()
+    quantize(source, tmp_path / "out", "--target-bits", 6, *options, *given)
+    quantize(source, tmp_path / "four", *options, *(given if rule else ()))
+    moments = {module: (x**2).mean(0) for module, x in inputs.items()} if is_calibrated else {}
+    assert_losses(tmp_path / "out", source, tmp_path / "four", moments)
 
 
 def test_a_run_again_measures_nothing_and_a_changed_source_again(source, tmp_path, monkeypatch):
@@ -192,12 +148,7 @@ def test_a_run_again_measures_nothing_and_a_changed_source_again(source, tmp_pat
     assert quantize(source, out, "--target-bits", 6)["digest"] == first["digest"]
     assert json.loads(victim.read_text())
     (source / FIRST).touch()
-    assert (
-        run(
-            "quantize", source, "--format", "nvfp4", "--target-bits", 6, "-o", out, "-q", "--force"
-        ).code
-        == 0
-    )
+    done("quantize", source, "--format", "nvfp4", "--target-bits", 6, "-o", out, "-q", "--force")
     assert len(list((out / MEASURED).glob("*.json"))) == 4  # every shard: scale groups lie in both
 
 
@@ -211,21 +162,8 @@ def test_the_choice_does_not_depend_on_who_measures(source, tmp_path):
         share = ("--shard-index", part, "--num-shards", 2)
         quantize(source, tmp_path / "parts", "--target-bits", 6, *share)
     assert run("merge", tmp_path / "parts", "--json").json["digest"] == expected
-    together = [
-        start(
-            "quantize",
-            source,
-            "--format",
-            "nvfp4",
-            "--target-bits",
-            6,
-            "-o",
-            tmp_path / "join",
-            "--join",
-            "-q",
-        )
-        for _ in range(3)
-    ]
+    words = ("--format", "nvfp4", "--target-bits", 6, "-o", tmp_path / "join", "--join", "-q")
+    together = [start("quantize", source, *words) for _ in range(3)]
     assert [process.wait(120) for process in together] == [0, 0, 0]
     assert digits(tmp_path / "join") == digits(tmp_path / "one")
 
@@ -253,7 +191,8 @@ def test_workers_of_a_cluster_are_sent_the_choice_and_measure_nothing(
 ):
     """What Ray runs on every node; the API by which it is made."""
     options = QuantizeOptions(source, format="nvfp4", output=tmp_path / "sent", target_bits=6)
-    found = fit(open_source(str(source)), options, Goal(bits=6), Phases(), False)
+    request = take_apart(open_source(str(source)), options)
+    found = fit(request, Goal(bits=6), tmp_path / "sent", Settings("cpu"), False)
     monkeypatch.setattr("fp4convert.conversion.weight_losses._losses_of", None)
     result = work_on_node(options, found.rules)
     monkeypatch.undo()
@@ -269,17 +208,8 @@ def test_weights_that_are_nan_are_all_named(tmp_path):
         for leaf in ("down_proj", "o_proj", "x", "y")
     }
     source = write_single(tmp_path / "m", tensors)
-    outcome = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "-o",
-        tmp_path / "out",
-        "--target-bits",
-        6,
-        "--json",
-    )
+    command = ("--format", "nvfp4", "-o", tmp_path / "out", "--target-bits", 6, "--json")
+    outcome = run("quantize", source, *command)
     assert outcome.code == 2
     assert outcome.json["error"]["next"].count("--exclude") == 2
     assert not list((tmp_path / "out").glob("*.safetensors"))
@@ -302,7 +232,7 @@ def test_a_sample_of_rows_tells_what_the_whole_matrix_loses(tmp_path):
     largest = w.abs().amax(1, keepdim=True) / 448
     error = (w / largest).to(torch.float8_e4m3fn).float() * largest - w
     assert found["fp8"] == pytest.approx(float((error**2).sum() / (w**2).sum()), rel=0.03)
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "four").code == 0
+    done("quantize", source, "--format", "nvfp4", "-o", tmp_path / "four")
     document = run("verify", tmp_path / "four", "--source", source, "--json").json
     assert found["nvfp4"] == pytest.approx(document["summary"]["nmse"], rel=0.03)
 

@@ -13,6 +13,7 @@ from diffusion import write_wan
 
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.quantize import prepare_quantize
+from fp4convert.conversion.request import take_apart
 from fp4convert.errors import OutputError
 from fp4convert.execution import output_check
 from fp4convert.execution.job import check_output
@@ -212,7 +213,9 @@ def test_of_a_pipeline_every_folder_is_looked_at(tmp_path):
 def test_shards_that_left_need_no_room_where_the_plan_is_lost(tmp_path, monkeypatch):
     """Their records are by keys, which a dry run makes for a folder of an earlier run alone."""
     source = open_source(str(write_llama(tmp_path / "m")))
-    job = artifact_job(source, prepare_quantize(source, QuantizeOptions("", format="nvfp4")))
+    job = artifact_job(
+        source, prepare_quantize(take_apart(source, QuantizeOptions("", format="nvfp4")))
+    )
     settings = Settings("cpu", elsewhere=ELSEWHERE)
     monkeypatch.setattr(output_check, "free_beside", lambda root: job.output_nbytes // 2)
     with pytest.raises(OutputError, match="needs"):

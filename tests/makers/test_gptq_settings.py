@@ -10,6 +10,7 @@ from made_up_inputs import calibrate, correlated, inputs_of
 from refusals import refused
 
 from fp4convert.conversion.quantize import prepare_quantize
+from fp4convert.conversion.request import take_apart
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.storage.open import open_source
 
@@ -77,7 +78,8 @@ def task_key(source, tmp_path, *options):
         passes=wanted.get("--passes"),
     )
     return max(
-        prepare_quantize(open_source(str(source)), given).tasks, key=lambda task: task.source_bytes
+        prepare_quantize(take_apart(open_source(str(source)), given)).tasks,
+        key=lambda task: task.source_bytes,
     ).key
 
 

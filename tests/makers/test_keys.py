@@ -14,7 +14,7 @@ from fp4_sources import make_nvfp4_ct
 from made_up_inputs import calibrate
 
 from fp4convert.conversion.quantize import prepare_quantize
-from fp4convert.conversion.request import padded_as_asked
+from fp4convert.conversion.request import padded_as_asked, take_apart
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.storage.open import open_source
 
@@ -31,7 +31,7 @@ def reprs_of(source: Path, **options: object) -> dict[str, str]:
     """The makers' reprs of a plan, by the first output of each."""
     asked = QuantizeOptions(str(source), format=options.pop("format", "nvfp4"), **options)
     opened = padded_as_asked(open_source(str(source)), asked)
-    plan = prepare_quantize(opened, asked)
+    plan = prepare_quantize(take_apart(opened, asked))
     works = [work for task in plan.tasks for work in task.works]
     return {work.steps[0].outputs[0].name: repr(work.maker) for work in works}
 
@@ -99,7 +99,7 @@ def test_reprs_are_the_same_in_every_process_and_hold_no_address(source, tmp_pat
 def test_a_group_has_one_maker_in_each_shard(source):
     """q, k and v share a scale: those of one shard are measured and made together."""
     asked = QuantizeOptions(str(source), format="nvfp4")
-    plan = prepare_quantize(open_source(str(source)), asked)
+    plan = prepare_quantize(take_apart(open_source(str(source)), asked))
     for task in plan.tasks:
         of_group: dict[str, set[int]] = {}
         for step in task.steps:

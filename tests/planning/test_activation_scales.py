@@ -38,6 +38,7 @@ from input_scales import (
 from rewriting import forget_hashes
 
 from fp4convert.conversion.quantize import prepare_quantize
+from fp4convert.conversion.request import take_apart
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.activation_scales import whole_reference
 from fp4convert.storage.open import open_source
@@ -247,7 +248,9 @@ def test_a_changed_scale_changes_the_key_of_its_shard_alone(source, tmp_path):
     opened = open_source(str(source))
     plans = [
         prepare_quantize(
-            opened, QuantizeOptions("", format="nvfp4", activations=4, input_scale=str(other))
+            take_apart(
+                opened, QuantizeOptions("", format="nvfp4", activations=4, input_scale=str(other))
+            )
         )
         for other in (first, second)
     ]

@@ -17,6 +17,7 @@ from gguf.quants import dequantize
 from gguf_donors import Arrays, llamas, model, permuted, write_donor
 
 from fp4convert.conversion.quantize import prepare_quantize, quantize
+from fp4convert.conversion.request import take_apart
 from fp4convert.execution.settings import Settings
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.storage.open import open_source
@@ -288,7 +289,9 @@ def test_what_stays_whole_is_the_same_file(tmp_path: Path) -> None:
     donor = write_donor(tmp_path / "donor.gguf", arrays)
     options = QuantizeOptions(donor, format="mxfp4", dialect="gguf", exclude="*")
     source = open_source(str(donor))
-    quantize(source, prepare_quantize(source, options), tmp_path / "out", Settings("cpu"))
+    quantize(
+        source, prepare_quantize(take_apart(source, options)), tmp_path / "out", Settings("cpu")
+    )
     assert (tmp_path / "out" / "donor.gguf").read_bytes() == donor.read_bytes()
     record = json.loads((tmp_path / "out" / "quantization_config.json").read_text())
     assert record["dialect"] == "gguf"

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from simt_gpu import Machine
 
 from fp4convert.conversion.quantize import prepare_quantize
+from fp4convert.conversion.request import take_apart
 from fp4convert.makers.methods import returning
 from fp4convert.numerics.backends import cuda_stream
 from fp4convert.options.writing import QuantizeOptions
@@ -208,7 +209,7 @@ def test_a_shard_depends_on_its_own_files_and_scales_alone(source, tmp_path):
     def tasks(name: str, changed: dict[str, float]):
         file = written(tmp_path / name, {**scales, **changed})
         options = QuantizeOptions(source=source, format="nvfp4", global_scale=file)
-        return prepare_quantize(open_source(str(source)), options).tasks
+        return prepare_quantize(take_apart(open_source(str(source)), options)).tasks
 
     first, second = tasks("a.json", {})
     assert (first.sources, second.sources) == ((FIRST,), (SECOND,))

@@ -133,6 +133,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(source, calibration, tmp_path)
     """Between the plan and the work."""
     from fp4convert.conversion.quantize import prepare_quantize
     from fp4convert.conversion.quantize import quantize as carry_out
+    from fp4convert.conversion.request import take_apart
     from fp4convert.errors import InputError
     from fp4convert.execution.settings import Settings
     from fp4convert.options.writing import QuantizeOptions
@@ -140,7 +141,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(source, calibration, tmp_path)
 
     opened = open_source(str(source))
     plan = prepare_quantize(
-        opened, QuantizeOptions("", format="nvfp4", calibration=str(calibration))
+        take_apart(opened, QuantizeOptions("", format="nvfp4", calibration=str(calibration)))
     )
     calibrate(calibration, source, "diag", extra=np.zeros(1, np.float32))
     with pytest.raises(InputError, match="has changed since the plan was made"):

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
 from fp4convert.conversion.quantize import prepare_quantize, quantize
+from fp4convert.conversion.request import take_apart
 from fp4convert.execution.settings import Settings
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.report.model_card import EVALUATION, EVALUATION_END, CardRequest, code, make_card
@@ -46,7 +47,7 @@ def card_of(folder, output, options=None, **more) -> tuple[str, object]:
     """The card of an artifact that is made now, and what making it told."""
     asked = QuantizeOptions("", **({"format": "nvfp4"} | (options or {})))
     source = open_source(str(folder))
-    plan = prepare_quantize(source, asked)
+    plan = prepare_quantize(take_apart(source, asked))
     result = quantize(source, plan, output, Settings("cpu"))
     return make_card(
         plan, result, source, CardRequest(REPO, asked.that_make_bytes(), **more)

@@ -273,6 +273,8 @@ FEATURES = {
     "makers.methods": {"choice", "method"},
     "recipes": set(),
 }
+# In names of conversion.quantize.
+FEATURE_WORDS = re.compile(r"fold(?!er)|padding|carried")
 MOST_SPINE_LINES, MOST_SPINE_IFS = 250, 60
 
 
@@ -288,6 +290,8 @@ def test_the_spine_is_short_and_knows_no_feature_by_name():
             if package in FEATURES and package != "recipes":
                 assert leaf in FEATURES[package], f"{name} imports {other}"
     assert ifs <= MOST_SPINE_IFS
+    text = ast.unparse(modules()["conversion.quantize"])
+    assert FEATURE_WORDS.findall(text) == []
 
 
 def test_few_files_import_a_maker():

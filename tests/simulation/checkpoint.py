@@ -17,6 +17,7 @@ from checkpoints import bf16, read_folder, run, write_checkpoint
 from fp4convert.commands import publish
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.quantize import prepare_quantize, quantize
+from fp4convert.conversion.request import take_apart
 from fp4convert.execution.settings import Settings
 from fp4convert.execution.share import Share
 from fp4convert.options.writing import QuantizeOptions
@@ -102,7 +103,7 @@ def put_source(disk: Disk, source: dict[str, bytes]) -> None:
 def plan_to(wanted: Wanted) -> Plan:
     """Plan the conversion of the simulated source; in a simulated process."""
     options = QuantizeOptions(SOURCE, format="nvfp4", exclude=list(wanted.excluded))
-    return prepare_quantize(LocalSource(Path(SOURCE)), options)
+    return prepare_quantize(take_apart(LocalSource(Path(SOURCE)), options))
 
 
 def converts(plan: Plan, out: str, **settings: Any) -> Callable[[], Any]:

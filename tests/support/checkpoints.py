@@ -204,6 +204,13 @@ def run(*arguments: object) -> Outcome:
     return _kept_secret(Outcome(0, out.getvalue(), err.getvalue()))
 
 
+def done(*arguments: object) -> Outcome:
+    """Run the command in this process; it has to succeed."""
+    outcome = run(*arguments)
+    assert outcome.code == 0, outcome
+    return outcome
+
+
 def _kept_secret(outcome: Outcome) -> Outcome:
     """The outcome of a command, which never prints the token or what signs a link."""
     for secret in (TOKEN, SIGNATURE):
