@@ -34,7 +34,6 @@ class Access:
     token         None for the one that the Hub's own client knows
     memory_nbytes of the process, as far as a scale group fits
     tell          gets a line for people when the Hub makes everything wait
-    transport     http, or xet for hf_xet
     connections   at once; None for as many as prefetch.py finds right
     output        where an unfinished plan may lie, which says of which commit it is
     config        a folder whose config.json makes a folder of a GGUF file
@@ -45,7 +44,6 @@ class Access:
     token: str | None = field(default=None, repr=False)
     memory_nbytes: int = 10**9
     tell: Callable[[str], None] = lambda line: None
-    transport: str = "http"
     output: Path | None = None
     connections: int | None = None
     config: Path | None = None

@@ -95,7 +95,6 @@ class RangeReader:
         self._places: dict[str, str] = {}
         self._finding: dict[str, threading.Lock] = {}  # as _places: by the file's own address
         self._etags: dict[str, str] = {}
-        self._xet_names: dict[str, str] = {}
         self._lock = threading.Lock()
         self._replies: set[BaseHTTPResponse] = set()  # that are being read
         for name in LOGGERS:
@@ -134,15 +133,6 @@ class RangeReader:
                         f" (expected {self._progress}), the last: {again}",
                         AGAIN,
                     ) from None
-
-    def xet_name(self, file: RemoteFile) -> str | None:
-        """Return what the Hub's Xet storage calls a file.
-
-        None where it is not there.  The first byte is read to be told.
-        """
-        if file.url not in self._places:
-            self.read_into(file, 0, memoryview(bytearray(1)))
-        return self._xet_names.get(file.url)
 
     def _check_running(self) -> None:
         if self._retry.stopped.is_set():
@@ -234,8 +224,6 @@ class RangeReader:
                 reply = self._ask("HEAD", place, self._headers)
                 reply.drain_conn()
                 _judge_resolved(file, reply)
-                if name := reply.headers.get("X-Xet-Hash"):
-                    self._xet_names[file.url] = name
                 if not 300 <= reply.status < 400:
                     break
                 place = _follow(place, reply.headers.get("Location") or "")

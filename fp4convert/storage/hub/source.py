@@ -50,7 +50,6 @@ from fp4convert.storage.hub.prefetch import (
     split,
 )
 from fp4convert.storage.hub.stream import Stream
-from fp4convert.storage.hub.xet import XetReader
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header, TensorRef, read_header
 from fp4convert.storage.source import Access, Checkpoint, name_of, read_each, read_whole, stopping
@@ -72,8 +71,6 @@ class HubSource:
         self, reference: str, access: Access, patience: Patience | None = None, single: str = ""
     ) -> None:
         """Open a repository, or the one file of it."""
-        from huggingface_hub import constants
-
         patience = patience or Patience()
         self.name = single.removesuffix(GGUF) or name_of(reference)
         self._repo, self._single = reference, single
@@ -83,10 +80,7 @@ class HubSource:
         # In a thread: an interrupt does not wait for name servers.
         listing = do_aside(partial(list_files, reference, access, patience))
         self._commit, self._files, self._cached = listing.result()
-        self._reader: RangeReader | XetReader = RangeReader(headers, patience, access.tell)
-        if access.transport == "xet":
-            token_url = f"{constants.ENDPOINT}/api/models/{reference}/xet-read-token/{self._commit}"
-            self._reader = XetReader(self._reader, token_url, headers)
+        self._reader = RangeReader(headers, patience, access.tell)
         is_cached = self._cached.__contains__
         self._pieces = Pieces(self._fill, access.memory_nbytes, access.connections, is_cached)
         self._streams: dict[str, Stream] = {}
