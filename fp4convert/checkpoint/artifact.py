@@ -264,7 +264,7 @@ def open_quantized(reference: str, access: Access | None = None) -> tuple[Source
 
     Returns  the source, and the artifact where some weights have four bits; raises as open_artifact
     """
-    from fp4convert.storage.gguf_types import BLOCK_TYPES
+    from fp4convert.storage.gguf import BLOCK_TYPES
 
     source = open_source(reference, access)
     clues = read_clues(source)

@@ -1,11 +1,11 @@
-"""Read a GGUF header; lay out one file in the frame of another.
+"""Read GGUF headers and blocks; lay out one file in the frame of another.
 
-The key-value section is carried byte for byte, whatever it holds; only the list of tensors is
-written anew.  A tensor of one of GGUF's types of blocks has that type's name as its dtype, and a
-shape whose last part counts bytes.
+The key-value section is copied byte for byte; only the list of tensors is written anew.  A tensor
+of one of GGUF's types of blocks has that type's name as its dtype, and a shape whose last part
+counts bytes.
 llama.cpp's package gguf knows types and names.  Its reader is not used: it trusts every count and
 length of a damaged file.
-Source: ggml, docs/gguf.md, and src/gguf.cpp for what llama.cpp refuses.
+Source: ggml, docs/gguf.md, and src/gguf.cpp for the refusals of llama.cpp.
 """
 
 from __future__ import annotations
@@ -17,11 +17,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from fp4convert.errors import InputError, describe_missing
+from fp4convert.errors import InputError, NumericError, describe_missing
 from fp4convert.storage.safetensors import DTYPE_BITS, Header, TensorRef, TensorSpec, nbytes_of
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Q8_0 = "Q8_0"
+LARGEST_Q8_0 = 127 * 65504.0  # a code of seven bits times the largest fp16 scale
+BLOCKS_AT_ONCE = 2048  # 256 KiB of float32, which stay in a cache
 # Run with llama.cpp of 2026-10; ten others gave NaN or garbage.
 SCALED_ARCHITECTURES = ("llama", "qwen3", "qwen3moe", "mistral3")
 _HEAD = "4sIQQ"  # magic, version, tensors, keys
@@ -299,3 +306,71 @@ def gguf_package() -> ModuleType:
         raise InputError("no-gguf", *describe_missing(needing, "gguf")) from None
     package: ModuleType = gguf
     return package
+
+
+class BlockType(NamedTuple):
+    """Weights and bytes of one block."""
+
+    block_size: int
+    nbytes: int
+
+
+BLOCK_TYPES = {  # that are read; MXFP4 and NVFP4 are the dialect's
+    **{"Q4_0": BlockType(32, 18), "Q4_1": BlockType(32, 20)},
+    **{"Q5_0": BlockType(32, 22), "Q5_1": BlockType(32, 24), Q8_0: BlockType(32, 34)},
+    **{"Q2_K": BlockType(256, 84), "Q3_K": BlockType(256, 110), "Q4_K": BlockType(256, 144)},
+    **{"Q5_K": BlockType(256, 176), "Q6_K": BlockType(256, 210)},
+}
+
+
+def shape_in_bytes(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape that counts bytes, for one that counts weights."""
+    *above, columns = shape
+    kind = BLOCK_TYPES[dtype]
+    return (*above, columns // kind.block_size * kind.nbytes)
+
+
+def shape_in_weights(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape that counts weights, for one that counts bytes."""
+    *above, row_nbytes = shape
+    kind = BLOCK_TYPES[dtype]
+    return (*above, row_nbytes // kind.nbytes * kind.block_size)
+
+
+def decode(stored: memoryview, dtype: str) -> NDArray[np.float32]:
+    """Return the values of whole blocks, by gguf-py's quants.py (NumPy)."""
+    import numpy as np
+    from gguf import quants
+
+    kind = gguf_package().GGMLQuantizationType[dtype]
+    values: NDArray[np.float32] = quants.dequantize(np.frombuffer(stored, np.uint8), kind)
+    return values
+
+
+def encode_q8_0(values: NDArray[np.float32]) -> memoryview:
+    """Round whole blocks of 32 to Q8_0.
+
+    Formula  d = amax / 127 in float32; codes are x * (1 / d), halves away from 0; d in fp16
+    Raises   NumericError for NaN, or a value beyond its range
+    """
+    import numpy as np
+
+    size, nbytes = BLOCK_TYPES[Q8_0]
+    blocks = values.reshape(-1, size)
+    # Added, then cut off: rounds halves away from 0.
+    below_half = np.nextafter(np.float32(0.5), np.float32(0))
+    stored = np.empty((len(blocks), nbytes), np.uint8)
+    for first in range(0, len(blocks), BLOCKS_AT_ONCE):
+        x, out = (all_[first : first + BLOCKS_AT_ONCE] for all_ in (blocks, stored))
+        amax = np.abs(x).max(1, keepdims=True)
+        largest = amax.max(initial=0)  # NaN if there is one
+        if not largest <= LARGEST_Q8_0:
+            detail = f"the value {largest:g} is beyond {LARGEST_Q8_0:g}, the largest of q8_0"
+            raise NumericError("q8-overflow", detail, "Choose the dtype bf16.")
+        scales = amax / np.float32(127)
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            q = x * np.where(scales == 0, np.float32(0), 1 / scales)
+            q += np.copysign(below_half, q)
+            out[:, 2:] = q.astype(np.int8).view(np.uint8)
+        out[:, :2] = scales.astype(np.float16).view(np.uint8)
+    return stored.reshape(-1).data

@@ -13,7 +13,7 @@ from fp4convert.numerics.codec import as_matrix
 from fp4convert.numerics.matrices import FetchedWeights, Matrix, Weights
 from fp4convert.recipes.rules import StackRule
 from fp4convert.storage.checkpoint_files import GGUF
-from fp4convert.storage.gguf_types import BLOCK_TYPES, decode, shape_in_weights
+from fp4convert.storage.gguf import BLOCK_TYPES, decode, shape_in_weights
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
 

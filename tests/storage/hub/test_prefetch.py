@@ -16,8 +16,7 @@ import pytest
 from fp4convert.errors import SourceError
 from fp4convert.storage.hub import prefetch
 from fp4convert.storage.hub import stream as stream_module
-from fp4convert.storage.hub.hashes import hasher
-from fp4convert.storage.hub.prefetch import Piece, Pieces, split
+from fp4convert.storage.hub.prefetch import Piece, Pieces, hasher, split
 from fp4convert.storage.hub.stream import Stream
 
 NBYTES = 64 << 10
@@ -401,7 +400,7 @@ def test_two_files_at_once_share_the_memory_and_nothing_comes_twice(file, budget
         with kept.room_for(16 << 10):  # nobody begins before all have asked
             done = [pool.submit(do_file, name) for name in ("f", "g")]
             # a large budget has room for all of them at once, and they may be through already
-            while len(kept._asked) + len(kept._granted) < 5 and not all(map(Future.done, done)):
+            while len(kept._waiting) + len(kept._granted) < 5 and not all(map(Future.done, done)):
                 time.sleep(0.001)
         assert not [future.exception(60) for future in done if future.exception(60)]
     assert not wrong
