@@ -47,11 +47,11 @@ _LIMIT = 1 << 30  # bytes before the tensors; the longest vocabularies need some
 class GgufFrame:
     """A GGUF file's keys and values, and the order of its tensors.
 
-    keys       how many there are
-    text       their bytes, as they are stored
+    keys       their number
+    text       their bytes
     alignment  of every tensor
-    places     name of a tensor -> its number in the file that the frame comes from
-    facts      the values that are single numbers or strings, by key
+    places     name of a tensor -> its number in the original file
+    facts      key -> value, for single numbers and strings
     """
 
     keys: int
@@ -63,9 +63,9 @@ class GgufFrame:
 
     @property
     def reads_global_scales(self) -> bool:
-        """Tell whether llama.cpp applies a .scale of this architecture.
+        """Return whether llama.cpp applies a .scale of this architecture.
 
-        It loads one for every architecture, and most of its graphs pass over it.
+        It loads one for every architecture, but most of its graphs ignore it.
         """
         return self.facts.get("general.architecture") in SCALED_ARCHITECTURES
 
@@ -74,7 +74,7 @@ class GgufFrame:
     ) -> tuple[bytes, tuple[TensorRef, ...]]:
         """Return the bytes before the tensors, and each one's address.
 
-        In the frame's order, a new one behind its module's weight.
+        The order is the frame's; a new tensor follows its module's weight.
         """
         gguf, ordered = gguf_package(), sorted(specs, key=self._place)
         infos, offset, offsets = b"", 0, []
@@ -107,10 +107,7 @@ class GgufFrame:
 
 
 def read_gguf_header(path: Path) -> Header:
-    """Read the header of a GGUF file.
-
-    Raises  InputError where it is none, damaged, truncated, or one part of several
-    """
+    """Read the header of a whole, sound GGUF file."""
     try:
         with (
             path.open("rb") as stream,
@@ -125,7 +122,7 @@ def read_coming_header(file: str, nbytes: int, read: Callable[[int, int], bytes]
     """Read the header of a GGUF file that comes by ranges.
 
     nbytes  of the file
-    read    (offset, length) gives its bytes; it is asked for ever more from the beginning on
+    read    (offset, length) returns its bytes; called for consecutive ranges from 0 on
     """
     try:
         return _parse(file, _Cursor(_Beginning(nbytes, read)))
@@ -147,7 +144,7 @@ class _Bytes(Protocol):
 
 
 class _Beginning:
-    """The first bytes of a file, twice as many whenever more are wanted."""
+    """The first bytes of a file; each read doubles them."""
 
     def __init__(self, nbytes: int, read: Callable[[int, int], bytes]) -> None:
         self._nbytes, self._read = nbytes, read
@@ -165,7 +162,7 @@ class _Beginning:
 
 @dataclass(slots=True)
 class _Cursor:
-    """Reads a file from its beginning; ValueError where it ends too early."""
+    """Reads a file from its beginning; ValueError if it ends too early."""
 
     data: _Bytes
     at: int = 0
@@ -191,7 +188,7 @@ class _Cursor:
             raise ValueError(f"the name {stored[:60]!r} is not UTF-8") from None
 
     def value(self, kind: int) -> object:
-        """Read a single number or string; None for a list, passed over."""
+        """Read a single number or string; skip a list, and return None."""
         if kind == _STRING:
             return self.take(self.unpack("Q")[0]).decode("utf-8", "replace")
         if kind in _NUMBERS:
@@ -231,7 +228,7 @@ def _parse(file: str, cursor: _Cursor) -> Header:
         raise ValueError(f"its tensors are aligned to {alignment!r} bytes")
     text = cursor.data[begin : cursor.at]
 
-    # The tensors lie one behind the other, as llama.cpp wants them.
+    # The tensors follow one another, as llama.cpp requires.
     described = [_read_tensor(cursor) for _ in range(count)]
     start, expected, tensors = -(-cursor.at // alignment) * alignment, 0, []
     for spec, offset in described:
@@ -252,7 +249,7 @@ def _parse(file: str, cursor: _Cursor) -> Header:
 
 
 def _read_tensor(cursor: _Cursor) -> tuple[TensorSpec, int]:
-    """Read a tensor's entry: the tensor, and its place behind the head."""
+    """Read a tensor's entry and its offset behind the head."""
     gguf, name = gguf_package(), cursor.name()
     (dimensions,) = cursor.unpack("I")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
@@ -274,10 +271,7 @@ def _read_tensor(cursor: _Cursor) -> tuple[TensorSpec, int]:
 def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
     """Return llama.cpp's names of a model's modules, without .weight.
 
-    Those that it does not know are left out; that of an expert is its stack's.
-
-    Raises  InputError where the architecture is unknown to the installed package, or has more
-            blocks than any model
+    Unknown modules are left out; an expert has the name of its stack.
     """
     gguf = gguf_package()
     architecture = str(frame.facts.get("general.architecture"))
@@ -292,13 +286,13 @@ def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
         detail = f"the GGUF file says that it has {blocks} blocks; expected 0 to {MOST_BLOCKS}"
         raise InputError("gguf", detail, "Download it again; or ask whoever made it.")
     names = gguf.get_tensor_name_map(number, blocks)
-    # it knows stacks of experts, not single ones
+    # The package knows stacks of experts, not single ones.
     known = {module: names.get_name(EXPERT_NUMBER.sub("", module)) for module in modules}
     return {module: name for module, name in known.items() if name is not None}
 
 
 def gguf_package() -> ModuleType:
-    """Import llama.cpp's package; raise InputError where it is not there."""
+    """Import llama.cpp's package, or raise InputError."""
     try:
         import gguf
     except ImportError:

@@ -11,7 +11,7 @@ import json
 import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple, Protocol, TypeVar
@@ -27,7 +27,7 @@ CACHED = re.compile(r"models--(?:[\w.-]+?--)?(.+)")  # a repository in the Hub's
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Options for opening a source; a path on this disk uses the subfolder alone.
+    """Options for opening a source; a local path needs only the subfolder.
 
     revision       branch, tag or commit on the Hub; None for the main branch
     subfolder      folder of the checkpoint in the repository or folder
@@ -99,6 +99,8 @@ class Checkpoint(NamedTuple):
 class Source(Protocol):
     """A checkpoint and the bytes behind it.
 
+    Methods with a body suit a disk, which owes no proof and holds no memory of ours.
+
     name         the last part of its path
     is_streamed  bytes come best in the order of the file
     """
@@ -135,6 +137,7 @@ class Source(Protocol):
 
         Raises  SourceError at the end for bytes that the shard does not hold
         """
+        return nullcontext()
 
     def distrust(self) -> None:
         """Forget bytes that no hash covers: the next read fetches them again."""
@@ -153,12 +156,14 @@ class Source(Protocol):
 
         refs  these tensors; the first is of the shard that is streamed for them
         """
+        return nullcontext()
 
     def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
         """Return the most memory that reads hold; 0 if the system holds it.
 
         groups  bytes of each scale group, in reading order; may be an iterator
         """
+        return 0
 
     def stop(self) -> None:
         """Make reads in other threads fail soon, for good."""
@@ -275,7 +280,7 @@ Answer = TypeVar("Answer")
 def read_each(
     source: Source, read: Callable[[Item], Answer], items: Iterable[Item], threads: int = 1
 ) -> list[Answer]:
-    """Return `read(item)` for each item, in order; from a Hub, several at once.
+    """Return `read(item)` for each item in order; run several for a Hub.
 
     threads  at least so many at once, if `read` also computes
     """

@@ -52,14 +52,22 @@ from fp4convert.storage.hub.prefetch import (
 from fp4convert.storage.hub.stream import Stream
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header, TensorRef, read_header
-from fp4convert.storage.source import Access, Checkpoint, name_of, read_each, read_whole, stopping
+from fp4convert.storage.source import (
+    Access,
+    Checkpoint,
+    Source,
+    name_of,
+    read_each,
+    read_whole,
+    stopping,
+)
 
 HEAD_NBYTES = 32 << 10  # first read of a shard, at least: most headers are shorter
 ENTRY_NBYTES = 88  # header of one tensor without its name: few take more
 WHOLE_NBYTES = 1 << 20  # up to here a shard is fetched whole: its hash checks its header
 
 
-class HubSource:
+class HubSource(Source):
     """Fetches pieces of shards on demand; keeps them within its memory."""
 
     is_streamed = True

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
-from urllib3.connection import HTTPConnection, HTTPSConnection
 
 LOOKS = 8  # in the time limit of a transfer
 
@@ -107,16 +106,11 @@ class Watch:
                         if transfer.is_ended:  # else the part of a head passes as whole
                             raise TimeoutError("the head of the reply did not come") from None
 
-        class Plain(Watched, HTTPConnection):
-            pass
+        def watched_pool(kind: type[HTTPConnectionPool]) -> type[HTTPConnectionPool]:
+            connection = type("WatchedConnection", (Watched, kind.ConnectionCls), {})
+            return type("WatchedPool", (kind,), {"ConnectionCls": connection})
 
-        class Secure(Watched, HTTPSConnection):
-            pass
-
-        class PlainPool(HTTPConnectionPool):
-            ConnectionCls = Plain
-
-        class SecurePool(HTTPSConnectionPool):
-            ConnectionCls = Secure
-
-        return {"http": PlainPool, "https": SecurePool}
+        return {
+            "http": watched_pool(HTTPConnectionPool),
+            "https": watched_pool(HTTPSConnectionPool),
+        }
