@@ -307,9 +307,14 @@ HANGS = {"kind": "stall", "method": "PUT", "seconds": LONG}
     ("fault", "said"), [(WAITS, ["rate limited by the Hub: waiting 90 s"]), (HANGS, [])]
 )
 def test_a_stop_ends_a_commit(fault, said, patient, hub, made, told):
-    pusher = begun(told)
-    hub.fault(**fault)
-    threading.Timer(0.5, pusher.stop).start()
+    pusher, met = begun(told), hub.fault(**fault)
+    times = met.times
+
+    def stop() -> None:
+        wait_until(lambda: told if said else met.times < times)
+        pusher.stop()
+
+    threading.Thread(target=stop).start()
     began = time.monotonic()
     for _ in range(2):
         with pytest.raises(OutputError, match="stopped"):
