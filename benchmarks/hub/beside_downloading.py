@@ -52,7 +52,7 @@ REPOSITORY = "org/model"
 GROUP_NBYTES = 2 * 2 * HIDDEN * MLP  # gate_proj and up_proj
 
 
-def serve(folder: str, nbytes_per_second: float, is_copying: bool, chunks: str | None) -> None:
+def serve(folder: str, nbytes_per_second: float, is_copying: bool) -> None:
     """Be the Hub until standard input ends; the first line of output is the endpoint and the
     commit.
     """
@@ -64,8 +64,6 @@ def serve(folder: str, nbytes_per_second: float, is_copying: bool, chunks: str |
     hub.nbytes_per_second = nbytes_per_second or None
     hub.is_copying = is_copying
     commit = hub.add(REPOSITORY, Path(folder))
-    if chunks:
-        hub.store_chunks(Path(folder), Path(chunks))
     print(hub.endpoint, commit, flush=True)
     sys.stdin.read()
     hub.close()
@@ -73,12 +71,12 @@ def serve(folder: str, nbytes_per_second: float, is_copying: bool, chunks: str |
 
 @contextmanager
 def hub_of(
-    folder: Path, nbytes_per_second: float = 0, is_copying: bool = False, chunks: Path | None = None
+    folder: Path, nbytes_per_second: float = 0, is_copying: bool = False
 ) -> Iterator[tuple[str, int]]:
     """Where a Hub of one repository resolves its files, while HF_ENDPOINT leads there; and the
     process that it is.
     """
-    arguments = [str(folder), nbytes_per_second, is_copying, str(chunks) if chunks else None]
+    arguments = [str(folder), nbytes_per_second, is_copying]
     words = [sys.executable, "-m", "hub.beside_downloading", *map(json.dumps, arguments)]
     process = subprocess.Popen(
         words, cwd=BENCHMARKS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -249,9 +247,8 @@ def _connections(source: Path) -> list[list[str]]:
 def _memory(source: Path, output: Path) -> list[list[str]]:
     bar = 250 + GROUP_NBYTES / 1e6
     rows = []
-    for options in (("--memory", MEMORY), (), ("--memory", MEMORY, "--transport", "xet")):
-        chunks = source.parent / "chunks" if "xet" in options else None
-        with hub_of(source, chunks=chunks):
+    for options in (("--memory", MEMORY), ()):
+        with hub_of(source):
             done = run(words_of(output, *options), is_watched=True)
         anonymous, peak = done.anonymous_nbytes / 1e6, done.peak_nbytes / 1e6
         judged = (

@@ -210,7 +210,7 @@ def open_artifact(reference: str, access: Access | None = None) -> Artifact:
 
 def open_quantized(reference: str, access: Access | None = None) -> tuple[Source, Artifact | None]:
     """Open a source with quantized weights, and its artifact where it is one."""
-    from fp4convert.storage.gguf_types import BLOCK_TYPES
+    from fp4convert.storage.gguf import BLOCK_TYPES
 
     source = open_source(reference, access)
     clues = read_clues(source)

@@ -21,7 +21,7 @@ from fp4convert.options.rewriting import (
 from fp4convert.options.writing import QuantizeOptions
 
 # Of a command that only looks, a person is not asked how the Hub is read.
-LOOKING = frozenset({"memory", "transport"})
+LOOKING = frozenset({"memory"})
 CONVERT, CHECK, PREPARE, HELP = "Convert", "Check", "Prepare", "Help"
 COMMANDS: dict[str, Command] = {  # in the order and under the headings of --help
     "quantize": Command(

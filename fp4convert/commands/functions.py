@@ -42,7 +42,6 @@ def quantize(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
-    transport: str = "http",
     tell: Callable[[str], None] = ignore,
     workers: int = 0,
     force: bool = False,
@@ -153,7 +152,6 @@ def quantize(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
     """
     options = checked(QuantizeOptions(**locals()))
     from fp4convert.commands import convert
@@ -170,7 +168,6 @@ def preview_quantize(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
-    transport: str = "http",
     tell: Callable[[str], None] = ignore,
     workers: int = 0,
     force: bool = False,
@@ -239,7 +236,6 @@ def dequantize(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
-    transport: str = "http",
     tell: Callable[[str], None] = ignore,
     workers: int = 0,
     force: bool = False,
@@ -266,7 +262,6 @@ def dequantize(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
     """
     options = checked(DequantizeOptions(**locals()))
     from fp4convert.commands import convert
@@ -284,7 +279,6 @@ def transcode(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
-    transport: str = "http",
     tell: Callable[[str], None] = ignore,
     workers: int = 0,
     force: bool = False,
@@ -320,7 +314,6 @@ def transcode(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
     """
     options = checked(TranscodeOptions(**locals()))
     from fp4convert.commands import convert
@@ -359,7 +352,6 @@ def inspect(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
-    transport: str = "http",
     tell: Callable[[str], None] = ignore,
     engine: str | None = None,
     source: Reference | None = None,
@@ -385,7 +377,6 @@ def inspect(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
     """
     options = checked(InspectOptions(**locals()))
     from fp4convert.commands import quality
@@ -402,7 +393,6 @@ def verify(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
-    transport: str = "http",
     tell: Callable[[str], None] = ignore,
     engine: str | None = None,
     source: Reference | None = None,
@@ -441,7 +431,6 @@ def verify(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
     """
     options = checked(VerifyOptions(**locals()))
     from fp4convert.commands import quality
@@ -458,7 +447,6 @@ def compare(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
-    transport: str = "http",
     tell: Callable[[str], None] = ignore,
     text: Reference | Iterable[Reference] | None = None,
     dataset: Reference | None = None,
@@ -502,7 +490,6 @@ def compare(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
     """
     options = checked(CompareOptions(**locals()))
     from fp4convert.commands import quality
@@ -519,7 +506,6 @@ def reproduce(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
-    transport: str = "http",
     tell: Callable[[str], None] = ignore,
     workers: int = 0,
     force: bool = False,
@@ -558,7 +544,6 @@ def reproduce(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
     """
     options = checked(ReproduceOptions(**locals()))
     from fp4convert.commands import reproduction
@@ -600,7 +585,6 @@ def evaluate(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
-    transport: str = "http",
     tell: Callable[[str], None] = ignore,
     text: Reference | Iterable[Reference] | None = None,
     dataset: Reference | None = None,
@@ -651,7 +635,6 @@ def evaluate(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
     """
     options = checked(EvaluateOptions(**locals()))
     from fp4convert.commands import evaluation
@@ -668,7 +651,6 @@ def analyze(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
-    transport: str = "http",
     tell: Callable[[str], None] = ignore,
     exclude: Globs = (),
     include: Globs = (),
@@ -703,7 +685,6 @@ def analyze(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
     """
     options = checked(AnalyzeOptions(**locals()))
     from fp4convert.commands import analysis
@@ -721,7 +702,6 @@ def calibrate(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
-    transport: str = "http",
     tell: Callable[[str], None] = ignore,
     text: Reference | Iterable[Reference] | None = None,
     dataset: Reference | None = None,
@@ -765,7 +745,6 @@ def calibrate(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
     """
     options = checked(CalibrateOptions(**locals()))
     from fp4convert.commands import calibration
@@ -785,7 +764,6 @@ def prune(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
-    transport: str = "http",
     tell: Callable[[str], None] = ignore,
     workers: int = 0,
     force: bool = False,
@@ -815,7 +793,6 @@ def prune(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    transport: How files are fetched; xet needs hf_xet. One of: http, xet.
     """
     options = checked(PruneOptions(**locals()))
     from fp4convert.commands import convert
@@ -835,7 +812,6 @@ def preview_prune(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
-    transport: str = "http",
     tell: Callable[[str], None] = ignore,
     workers: int = 0,
     force: bool = False,

@@ -17,7 +17,7 @@ from fp4convert.numerics.matrices import Blocks, row_panels
 from fp4convert.numerics.mxfp4_as_nvfp4 import recast
 from fp4convert.planning.plan import Plan
 from fp4convert.recipes.recipe import model_recipe
-from fp4convert.storage.gguf_types import Q8_0
+from fp4convert.storage.gguf import Q8_0
 
 
 class CarriedModule(NamedTuple):

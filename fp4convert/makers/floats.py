@@ -32,7 +32,7 @@ from fp4convert.numerics.codec import FLOAT_DTYPES, as_floats
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.matrices import Matrix, row_panels
 from fp4convert.numerics.value_checks import check_largest
-from fp4convert.storage.gguf_types import Q8_0, encode_q8_0
+from fp4convert.storage.gguf import Q8_0, encode_q8_0
 from fp4convert.storage.safetensors import TensorRef, TensorSpec, nbytes_of
 from fp4convert.storage.source import Source
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from fp4convert.errors import InputError, did_you_mean, shell_line
+from fp4convert.errors import InputError, shell_line
 from fp4convert.progress import Phases
 from fp4convert.recipes.options import (
     DEVICE,
@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # what commands load when they run
     from fp4convert.execution.settings import Settings
     from fp4convert.storage.source import Access
 
-TRANSPORTS = ("http", "xet")
 DEVICES = "[auto|cpu|cuda|cuda:N]"  # as --help shows them
 LONGEST_NAME = 255  # bytes of a file's name on any disk
 MOST_MEMORY = 1e6  # GB; inf, too, means no limit
@@ -158,9 +157,6 @@ class AccessOptions:
             value="<dir>",
         ),
     ] = None
-    transport: Annotated[
-        str, Option("How files are fetched; xet needs hf_xet.", TRANSPORTS, panel=HUB)
-    ] = TRANSPORTS[0]
     tell: Callable[[str], None] = ignore
 
     def __post_init__(self) -> None:
@@ -176,21 +172,16 @@ class AccessOptions:
         """Return how the Hub is asked.
 
         output  where an unfinished plan may lie, which says of which commit it is
-        Raises  InputError for a transport or an amount of memory that cannot be
+        Raises  InputError for an amount of memory that cannot be
         """
         from fp4convert.storage.source import Access
 
-        if self.transport not in TRANSPORTS:
-            expected = f"expected {' or '.join(TRANSPORTS)}"
-            detail = f"transport {self.transport!r} is not known; {expected}"
-            raise InputError("transport", detail + did_you_mean(self.transport, TRANSPORTS))
         return Access(
             revision=self.revision,
             subfolder=self.subfolder,
             token=self.known_token,
             memory_nbytes=as_nbytes(self.memory),
             tell=self.tell,
-            transport=self.transport,
             output=output,
             config=None if self.config is None else Path(self.config),
         )
@@ -314,7 +305,7 @@ def refuse_idle_options(options: AccessOptions) -> None:
     # The source of an artifact is read at its own revision; a token may write, too.
     idle = ["revision"]
     if _are_here(options, ["source"]):
-        idle += ["memory", "transport"]
+        idle += ["memory"]
         idle += [] if getattr(options, "push_to_hub", None) else ["token"]
     for name in idle:
         if getattr(options, name) not in ("", declared[name].default):

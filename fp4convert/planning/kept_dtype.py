@@ -38,7 +38,7 @@ def word_of(dtype: str) -> str:
 
 def expanded_spec(name: str, shape: tuple[int, ...], recipe: Recipe) -> TensorSpec:
     """Return the tensor of a packed matrix that stays, and is expanded."""
-    from fp4convert.storage.gguf_types import BLOCK_TYPES, Q8_0, shape_in_bytes
+    from fp4convert.storage.gguf import BLOCK_TYPES, Q8_0, shape_in_bytes
 
     word = recipe.target.keep_dtype or KEPT_DTYPE
     if word != Q8_0.lower():
@@ -67,7 +67,7 @@ def kept_spec(ref: TensorRef, recipe: Recipe) -> TensorSpec:
     is_matrix = len(ref.shape) >= MATRIX_DIMENSIONS and ref.elements > 0
     if target.keep_dtype is None or not is_matrix:
         return same
-    from fp4convert.storage.gguf_types import Q8_0
+    from fp4convert.storage.gguf import Q8_0
 
     is_q8_0 = target.keep_dtype == Q8_0.lower()
     if ref.dtype not in (FLOAT_TYPES if is_q8_0 else ("F32",)) or _is_router(ref.name, recipe):
@@ -134,7 +134,7 @@ def idle_keep_dtype(recipe: Recipe, tasks: Iterable[Task]) -> Iterator[Idle]:
     if recipe.target.keep_dtype and all(
         step.outputs[0].dtype == step.refs[0].dtype for step in steps
     ):
-        from fp4convert.storage.gguf_types import Q8_0
+        from fp4convert.storage.gguf import Q8_0
 
         wide = "" if recipe.target.keep_dtype == Q8_0.lower() else "fp32 "
         why = f"is for {wide}matrices and packed ones that stay; here are none"

@@ -350,7 +350,7 @@ def _keep(ref: TensorRef, recipe: Recipe) -> Draft:
     elif len(ref.shape) != MATRIX_DIMENSIONS:
         reason = f"{len(ref.shape)}-dimensional, not a matrix"
     elif not (reason := recipe.reason_to_keep(module_of(ref.name)) or ""):
-        from fp4convert.storage.gguf_types import BLOCK_TYPES
+        from fp4convert.storage.gguf import BLOCK_TYPES
 
         read = FLOAT_TYPES if ref.dtype in DTYPE_BITS else (*FLOAT_TYPES, *BLOCK_TYPES)
         action, reason = "skip", f"{ref.dtype}, not one of {', '.join(read)}"

@@ -21,9 +21,8 @@ from fp4convert.planning.plan import Plan
 from fp4convert.recipes.recipe import STACK_DIMENSIONS, is_expert_stack
 from fp4convert.recipes.uneven_formats import EXPERTS
 from fp4convert.storage.checkpoint_files import RECORD
-from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
-from fp4convert.storage.source import Padding, Source
+from fp4convert.storage.source import PaddedSource, Padding, Source
 
 OPTION = "--pad-for-tp"
 RANKS = (2, 4, 8)  # of which plans warn

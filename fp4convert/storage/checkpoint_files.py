@@ -1,4 +1,4 @@
-"""Names of files: shards, indexes, records, and what lies beside."""
+"""Names of files: shards, indexes, records, and files beside them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fp4convert.storage.safetensors import Header
 
 # In a folder that fp4convert writes: the plan being carried out, or carried out.
 PLAN_FILE = ".fp4convert/plan.json"
-HUB_FILE = ".fp4convert/hub.json"  # the repository to which the shards have gone
+HUB_FILE = ".fp4convert/hub.json"  # the repository that holds the shards
 
 CONFIG = "config.json"
 RECORD = "quantization_config.json"
-ENGINE_RECORD = "hf_quant_config.json"  # which ModelOpt's readers look at beside config.json
+ENGINE_RECORD = "hf_quant_config.json"  # ModelOpt's readers need it beside config.json
 
 CARD = "README.md"  # the model card: for people, who edit it
 REPORT = "quantization_report.json"  # how much was lost: error_report.py
@@ -29,46 +29,40 @@ GGUF = ".gguf"
 
 # As transformers and as Diffusers name them.
 SINGLES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
-INDEX = ".index.json"  # how the index of several shards ends
+INDEX = ".index.json"  # end of the name of an index
 INDEXES = tuple(f"{single}{INDEX}" for single in SINGLES)
-PIPELINE = "model_index.json"  # of Diffusers: which folders are its components, and of which class
-CONVERTED = "transformer"  # how the names begin of components that are checkpoints to convert
+PIPELINE = "model_index.json"  # Diffusers' list of folders of components with their classes
+CONVERTED = "transformer"  # begin of the names of components to convert
 WEIGHTS = ".safetensors"
-# Of a variant: model.safetensors.index.fp16.json.
+# A variant's: model.safetensors.index.fp16.json.
 OTHER_INDEX = re.compile(r"[^/]*\.safetensors\.index\.\w+\.json")
 NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d{1,9})\.safetensors")
 UNFINISHED = "A conversion into this folder did not end: run its command again, which continues."
-MOST_NAMED = 20  # folders that a message names
+MOST_NAMED = 20  # folders in a message
 OTHER_WEIGHTS = frozenset(
     {
         *(".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data"),
         *(".ot", ".pkl", ".npz"),
     }
 )
-ORIGINAL = "original/"  # the folder of its maker's own copy of the weights: of Llama, gpt-oss
+ORIGINAL = "original/"  # the maker's own copy of the weights: Llama, gpt-oss
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 
 def holds_weights(file: str) -> bool:
-    """Tell by its name whether a file holds weights, in whatever form."""
+    """Return whether a file of that name holds weights, in any form."""
     return os.path.splitext(file)[1].lower() in {WEIGHTS, *OTHER_WEIGHTS}
 
 
 def recorded_hashes(record: Mapping[str, object]) -> dict[str, str]:
-    """Return the sha256 of each file that our record names.
-
-    What is no such entry is left out: a record is anybody's file.
-    """
+    """Return the sha256 of each file in our record, without unsound entries."""
     files = record.get("files")
     entries = files.items() if isinstance(files, dict) else ()
     return {file: sha256 for file, sha256 in entries if isinstance(sha256, str)}
 
 
 def no_subfolder(where: object, subfolder: str, folders: Iterable[str]) -> InputError:
-    """Return the error for a subfolder that is not there.
-
-    folders  those that are
-    """
+    """Return the error for a missing subfolder; `folders` are there."""
     there = sorted(folders)
     some = ", ".join(there[:MOST_NAMED])
     if len(there) > MOST_NAMED:
@@ -79,19 +73,13 @@ def no_subfolder(where: object, subfolder: str, folders: Iterable[str]) -> Input
 
 
 def index_file(shards: Iterable[str]) -> str:
-    """Return the name of the index of such shards.
-
-    Diffusers' where they are named so, else transformers'.
-    """
+    """Return the name of the index of such shards, as its library names it."""
     stem = SINGLES[1].removesuffix(WEIGHTS)
     return INDEXES[1] if any(shard.startswith(stem) for shard in shards) else INDEXES[0]
 
 
 def find_index(names: Collection[str]) -> str | None:
-    """Find the index among those files.
-
-    Raises  InputError where there are two
-    """
+    """Find the index among those files; raise InputError for two."""
     found = [index for index in INDEXES if index in names]
     if len(found) > 1:
         raise InputError(
@@ -103,10 +91,7 @@ def find_index(names: Collection[str]) -> str | None:
 
 
 def read_index(text: bytes, index: str = INDEXES[0]) -> dict[str, str]:
-    """Read tensor name -> shard of an index, and check it.
-
-    Raises  InputError
-    """
+    """Read and check tensor name -> shard of an index."""
     weight_map = parse_json_object(text, f"{index}: index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError("index", f"{index}: no weight_map that maps tensors to files")
@@ -135,10 +120,7 @@ def read_index(text: bytes, index: str = INDEXES[0]) -> dict[str, str]:
 
 
 def find_homes(shards: Sequence[Header]) -> dict[str, str]:
-    """Find the shard of every tensor: name -> shard.
-
-    Raises  InputError where two shards hold one
-    """
+    """Return tensor name -> shard; raise InputError for one in two shards."""
     homes = {ref.name: shard.file for shard in shards for ref in shard.tensors}
     if len(homes) < sum(len(shard.tensors) for shard in shards):
         first: dict[str, str] = {}
@@ -152,10 +134,10 @@ def find_homes(shards: Sequence[Header]) -> dict[str, str]:
 
 
 def check_index(homes: dict[str, str], weight_map: dict[str, str], index: str) -> tuple[str, ...]:
-    """Find the tensors that an index omits.
+    """Return the tensors that an index lacks.
 
-    homes   what `find_homes` found
-    Raises  InputError where the index contradicts the headers
+    homes   by `find_homes`
+    Raises  InputError if the index contradicts the headers
     """
     if homes == weight_map:
         return ()
@@ -172,14 +154,11 @@ def choose_shards(
     weight_map: dict[str, str] | None,
     may_lack: bool = False,
 ) -> list[str]:
-    """Choose the files that are the checkpoint.
+    """Choose the files of the checkpoint: by the index, else as engines do.
 
-    What the index names, or else what engines read.
-
-    where     how messages name the place
-    names     of the files beside one another
+    where     the place, for messages
+    names     of the files in the folder
     may_lack  accept fewer shards than their names say
-    Raises  InputError where there are none, or where names contradict the index
     """
     found = sorted(name for name in names if name.endswith(WEIGHTS))
     if not found:
@@ -204,7 +183,7 @@ def choose_shards(
             raise InputError("missing-shard", detail)
         return sorted(listed)
 
-    # Without an index, as engines read a folder; names may say that there are more shards.
+    # Without an index; names may say that there are more shards.
     shards = [single] if single else found
     sets = Counter(
         (match[1], int(match[3])) for name in shards if (match := NUMBERED.fullmatch(name))
@@ -220,10 +199,7 @@ def choose_shards(
 
 
 def no_weights(where: object, names: Iterable[str], next_step: str = "") -> InputError:
-    """Return the error for a place without weights to read.
-
-    next_step  what the caller knows; "" for another folder
-    """
+    """Return the error for a place without readable weights."""
     if {os.path.splitext(name)[1] for name in names} & PICKLES:
         return InputError(
             "pickle",
@@ -244,10 +220,7 @@ def no_weights(where: object, names: Iterable[str], next_step: str = "") -> Inpu
 def sort_others(
     files: Iterable[str], shards: Collection[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Sort the files beside the shards: those that travel, and others.
-
-    Those that travel do so unchanged; the others are weights in another form, which stay behind.
-    """
+    """Divide the files beside the shards: to copy, and weights to leave out."""
     sidecars: list[str] = []
     left_out: list[str] = []
     for file in files:
@@ -262,13 +235,10 @@ def sort_others(
 
 
 def find_components(text: bytes, folders: Collection[str]) -> tuple[str, ...]:
-    """Find the folders that a model_index.json names as transformers.
-
-    Raises  InputError where one of them is not there
-    """
+    """Return the folders of transformers in a model_index.json."""
     components = []
     for key, value in sorted(parse_json_object(text, PIPELINE).items()):
-        # [library, class]; a component that a pipeline does without is [null, null].
+        # [library, class]; an absent component is [null, null].
         kinds = [type(word) for word in value] if isinstance(value, list) else []
         if key.startswith(CONVERTED) and kinds == [str, str]:
             components.append(key)
@@ -282,10 +252,7 @@ def find_components(text: bytes, folders: Collection[str]) -> tuple[str, ...]:
 def sort_pipeline(
     files: Iterable[str], components: Collection[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Sort the files outside the components, as sort_others does.
-
-    Weights in no folder stay behind.
-    """
+    """Divide the files outside the components, as sort_others does."""
     outside = [file for file in files if file.partition("/")[0] not in components]
     left_out = [file for file in outside if "/" not in file and holds_weights(file)]
     return tuple(file for file in outside if file not in left_out), tuple(left_out)

@@ -17,17 +17,15 @@ from fp4convert.errors import Fp4Error, OutputError, SourceError
 from fp4convert.storage.system import AS_BYTES
 
 SHA256_DIGITS = 64  # in hex
-HASH_NBYTES = 512 << 10  # read and hashed at once: what stays in a core's own cache
+HASH_NBYTES = 512 << 10  # read and hashed at once; fits into a core's own cache
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-UNKNOWN_HERE = (errno.EINVAL, errno.EOPNOTSUPP)  # of a file system that knows no such thing
+UNKNOWN_HERE = (errno.EINVAL, errno.EOPNOTSUPP)  # the file system lacks the call
 TEMPORARY = "Point TMPDIR to a folder on a disk with room, and run it again."
 LOOKS, LOOK_SECONDS = 12, 0.001  # at the file system's clock; most go on every 1 to 10 ms
 
 
 class Mark(NamedTuple):
-    """What changes whenever a file does, whichever way.
-
-    Written, replaced or renamed over, even by one of the same size and time.
+    """Facts that change with a file, also for another of equal size and time.
 
     written_ns, changed_ns  times of its data and of its inode
     """
@@ -44,7 +42,7 @@ class Mark(NamedTuple):
 
 @contextmanager
 def write_errors_at(path: Path, needed_nbytes: int | None = None) -> Iterator[None]:
-    """Turn the system's refusals into an OutputError that names the path."""
+    """Turn OSErrors into an OutputError that names the path."""
     try:
         yield
     except OSError as error:
@@ -52,9 +50,9 @@ def write_errors_at(path: Path, needed_nbytes: int | None = None) -> Iterator[No
 
 
 def write_error(path: Path, error: OSError, needed_nbytes: int | None = None) -> Fp4Error:
-    """Return the error for what the system refused."""
+    """Return the error for a refusal of the system."""
     if error.errno == errno.EFAULT:
-        return lost_pages()  # what was to be written lies in a mapped file
+        return lost_pages()  # the data to write lies in a mapped file
     need = "" if needed_nbytes is None else f" ({needed_nbytes:,} bytes)"
     message = f"{path}: cannot be written{need}: {error.strerror}"
     if error.errno in FULL:
@@ -65,10 +63,10 @@ def write_error(path: Path, error: OSError, needed_nbytes: int | None = None) ->
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder where TMPDIR says, and remove it with all that is in it.
+    """Make a folder in TMPDIR, and remove it with its content.
 
-    Raises  OutputError where that is no folder to write in (Python would take another in silence),
-            and where its disk is full
+    Raises  OutputError for an unusable TMPDIR (Python would take another folder in silence), and
+            for a full disk
     """
     import tempfile
 
@@ -96,31 +94,23 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def lost_pages() -> SourceError:
-    """Return the error for a mapped file that is shorter, or cannot be read."""
+    """Return the error for a mapped file that shrank or cannot be read."""
     detail = "a file of the source could not be read: it became shorter, or its disk fails"
     next_step = "Run the command again once nothing writes to it."
     return SourceError("source-changed", f"{detail}; expected one that stays as it is", next_step)
 
 
 def nbytes_there(path: Path) -> int | None:
-    """Return the size of a file, None where there is none.
-
-    Or none any more: other processes move theirs.
-    """
+    """Return the size of a file; None for no file, or none any more."""
     try:
         status = path.stat()
-    except (OSError, ValueError):  # ValueError: no name that a file can have
+    except (OSError, ValueError):  # ValueError: an impossible name
         return None
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Have the disk keep so much room, where it can.
-
-    A full disk is known before the first byte then.
-
-    Raises  OSError
-    """
+    """Reserve room on the disk, if it can, before the first byte."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, nbytes)
@@ -130,19 +120,12 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a small file whole or not at all, in place of one of that name.
-
-    A link of that name is replaced, too: nothing is written where it leads.
-    Raises  what write_errors_at raises
-    """
+    """Write a small file, whole or not at all; replace a link of that name."""
     replace_files({path: data})
 
 
 def replace_files(files: Mapping[Path, bytes]) -> None:
-    """Write small files as replace_file does.
-
-    None gets its name before all are on the disk.
-    """
+    """Write small files as replace_file does; rename them after all writes."""
     temps = {path: temp_beside(path) for path in files}
     try:
         for path, temp in temps.items():
@@ -161,21 +144,18 @@ def replace_files(files: Mapping[Path, bytes]) -> None:
 
 
 def temp_beside(path: Path) -> Path:
-    """Return where a file is written before it takes its name."""
+    """Return the path of a file before its rename."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def fsync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk, where it can.
-
-    Raises  OSError where it fails
-    """
+    """Flush the names in a folder to the disk, if it can."""
     try:
         fd = os.open(folder, os.O_RDONLY)
     except PermissionError:
         if hasattr(os, "O_DIRECTORY"):
             raise
-        return  # Windows opens no folders, and has a name on the disk with the rename
+        return  # Windows opens no folders; there a rename flushes the name
     try:
         os.fsync(fd)
     except OSError as error:
@@ -186,12 +166,9 @@ def fsync_folder(folder: Path) -> None:
 
 
 def fsync_parents(folder: Path) -> None:
-    """Have the names of a folder and of those above it on the disk.
+    """Flush the names of a folder and of its parents on the same disk.
 
-    Another process may have made them.  Those of other disks, and those that this user may not
-    read, were there before.
-
-    Raises  OSError where it fails
+    Another process may have made them, but not those that this user may not read.
     """
     device = folder.stat().st_dev
     for place in folder.absolute().parents:
@@ -202,11 +179,7 @@ def fsync_parents(folder: Path) -> None:
 
 
 def open_regular(path: Path, buffering: int = 0) -> BinaryIO:
-    """Open a regular file to read; a pipe or a device may never answer.
-
-    buffering  as `open` has it: without any, a read may bring less than was asked for
-    Raises     OSError
-    """
+    """Open a regular file to read; raise OSError for a pipe, which might hang."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return path.open("rb", buffering=buffering)
@@ -215,29 +188,27 @@ def open_regular(path: Path, buffering: int = 0) -> BinaryIO:
 def hash_file(path: Path, each: Callable[[int], None] = lambda nbytes: None) -> str:
     """Return the sha256 of a file, as hex.
 
-    each    called with the size of every block that was read; what it raises ends the reading
-    Raises  OSError
+    each  called with the size of every block; its exceptions end the reading
     """
     with open_regular(path) as stream:
         return hash_stream(stream, each)
 
 
 def hash_stream(stream: BinaryIO, each: Callable[[int], None] = lambda nbytes: None) -> str:
-    """Return the sha256 of what is left of a stream, as hash_file."""
+    """Return the sha256 of the rest of a stream, as hash_file does."""
     import hashlib
 
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for block in read_blocks(stream):
-        found.update(block)
+        digest.update(block)
         each(block.nbytes)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def read_blocks(stream: BinaryIO, nbytes: int | None = None) -> Iterator[memoryview]:
-    """Read the next bytes of a stream; each block is valid until the next.
+    """Read the next bytes of a stream; a block is valid until the next one.
 
-    nbytes  how many; None for all to its end
-    Raises  OSError where the stream ends before
+    nbytes  None for all; OSError if the stream has fewer
     """
     room = memoryview(bytearray(HASH_NBYTES if nbytes is None else min(HASH_NBYTES, nbytes)))
     while nbytes != 0:
@@ -252,10 +223,7 @@ def read_blocks(stream: BinaryIO, nbytes: int | None = None) -> Iterator[memoryv
 
 
 def boot_id() -> str:
-    """Return a word of this machine since it was started.
-
-    No other machine has it; "" where it is not told.
-    """
+    """Return a word that is unique to this machine since its start, or ""."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -263,30 +231,26 @@ def boot_id() -> str:
 
 
 def seal(path: Path, sha256: str, clock: Path) -> str:
-    """Return the seal of a file that has its final name.
+    """Return the seal of a file; "" if later changes might not show.
 
-    "" where later changes might not show in it.
-
-    clock  a folder of ours on the same file system, whose time is set, to learn what time it is
-           there: a change within the same tick as the last one would leave the file's times as they
-           are
+    clock  a folder on the same file system: its time is set to learn the time there, for a change
+           within the tick of the last one would leave the file's times unchanged
     """
     try:
         for _ in range(LOOKS):
             os.utime(clock)
-            # Before the file: whatever changes it afterwards is later.
-            now = clock.stat().st_mtime_ns
-            found, changed_ns = _look(path, sha256)
+            now = clock.stat().st_mtime_ns  # before the look: later changes are later
+            sealed, changed_ns = _look(path, sha256)
             if changed_ns < now:
-                return found
+                return sealed
             time.sleep(LOOK_SECONDS)
-    except OSError:  # the file or the folder is gone: the work itself will tell
+    except OSError:  # the file or the folder is gone: the work itself will fail
         pass
     return ""
 
 
 def is_sealed(path: Path, sha256: str, found: str | None) -> bool:
-    """Tell whether a file is what was sealed with that sha256."""
+    """Return whether a file is unchanged since it was sealed with that sha256."""
     try:
         return bool(found) and _look(path, sha256)[0] == found
     except OSError:
@@ -294,11 +258,8 @@ def is_sealed(path: Path, sha256: str, found: str | None) -> bool:
 
 
 def _look(path: Path, sha256: str) -> tuple[str, int]:
-    """Return the seal that a file has now, and its last change.
-
-    The change in ns, by the clock of its file system.
-    """
-    fd = os.open(path, os.O_RDONLY | AS_BYTES)  # opened: a network file system asks its server then
+    """Return a file's seal now, and its last change in its file system's ns."""
+    fd = os.open(path, os.O_RDONLY | AS_BYTES)  # a network file system asks its server on open
     try:
         status = os.fstat(fd)
     finally:

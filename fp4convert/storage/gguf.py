@@ -1,11 +1,11 @@
-"""Read a GGUF header; lay out one file in the frame of another.
+"""Read GGUF headers and blocks; lay out one file in the frame of another.
 
-The key-value section is carried byte for byte, whatever it holds; only the list of tensors is
-written anew.  A tensor of one of GGUF's types of blocks has that type's name as its dtype, and a
-shape whose last part counts bytes.
+The key-value section is copied byte for byte; only the list of tensors is written anew.  A tensor
+of one of GGUF's types of blocks has that type's name as its dtype, and a shape whose last part
+counts bytes.
 llama.cpp's package gguf knows types and names.  Its reader is not used: it trusts every count and
 length of a damaged file.
-Source: ggml, docs/gguf.md, and src/gguf.cpp for what llama.cpp refuses.
+Source: ggml, docs/gguf.md, and src/gguf.cpp for the refusals of llama.cpp.
 """
 
 from __future__ import annotations
@@ -17,11 +17,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from fp4convert.errors import InputError, describe_missing
+from fp4convert.errors import InputError, NumericError, describe_missing
 from fp4convert.storage.safetensors import DTYPE_BITS, Header, TensorRef, TensorSpec, nbytes_of
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Q8_0 = "Q8_0"
+LARGEST_Q8_0 = 127 * 65504.0  # a code of seven bits times the largest fp16 scale
+BLOCKS_AT_ONCE = 2048  # 256 KiB of float32, which stay in a cache
 # Run with llama.cpp of 2026-10; ten others gave NaN or garbage.
 SCALED_ARCHITECTURES = ("llama", "qwen3", "qwen3moe", "mistral3")
 _HEAD = "4sIQQ"  # magic, version, tensors, keys
@@ -40,11 +47,11 @@ _LIMIT = 1 << 30  # bytes before the tensors; the longest vocabularies need some
 class GgufFrame:
     """A GGUF file's keys and values, and the order of its tensors.
 
-    keys       how many there are
-    text       their bytes, as they are stored
+    keys       their number
+    text       their bytes
     alignment  of every tensor
-    places     name of a tensor -> its number in the file that the frame comes from
-    facts      the values that are single numbers or strings, by key
+    places     name of a tensor -> its number in the original file
+    facts      key -> value, for single numbers and strings
     """
 
     keys: int
@@ -56,9 +63,9 @@ class GgufFrame:
 
     @property
     def reads_global_scales(self) -> bool:
-        """Tell whether llama.cpp applies a .scale of this architecture.
+        """Return whether llama.cpp applies a .scale of this architecture.
 
-        It loads one for every architecture, and most of its graphs pass over it.
+        It loads one for every architecture, but most of its graphs ignore it.
         """
         return self.facts.get("general.architecture") in SCALED_ARCHITECTURES
 
@@ -67,7 +74,7 @@ class GgufFrame:
     ) -> tuple[bytes, tuple[TensorRef, ...]]:
         """Return the bytes before the tensors, and each one's address.
 
-        In the frame's order, a new one behind its module's weight.
+        The order is the frame's; a new tensor follows its module's weight.
         """
         gguf, ordered = gguf_package(), sorted(specs, key=self._place)
         infos, offset, offsets = b"", 0, []
@@ -100,10 +107,7 @@ class GgufFrame:
 
 
 def read_gguf_header(path: Path) -> Header:
-    """Read the header of a GGUF file.
-
-    Raises  InputError where it is none, damaged, truncated, or one part of several
-    """
+    """Read the header of a whole, sound GGUF file."""
     try:
         with (
             path.open("rb") as stream,
@@ -118,7 +122,7 @@ def read_coming_header(file: str, nbytes: int, read: Callable[[int, int], bytes]
     """Read the header of a GGUF file that comes by ranges.
 
     nbytes  of the file
-    read    (offset, length) gives its bytes; it is asked for ever more from the beginning on
+    read    (offset, length) returns its bytes; called for consecutive ranges from 0 on
     """
     try:
         return _parse(file, _Cursor(_Beginning(nbytes, read)))
@@ -140,7 +144,7 @@ class _Bytes(Protocol):
 
 
 class _Beginning:
-    """The first bytes of a file, twice as many whenever more are wanted."""
+    """The first bytes of a file; each read doubles them."""
 
     def __init__(self, nbytes: int, read: Callable[[int, int], bytes]) -> None:
         self._nbytes, self._read = nbytes, read
@@ -158,7 +162,7 @@ class _Beginning:
 
 @dataclass(slots=True)
 class _Cursor:
-    """Reads a file from its beginning; ValueError where it ends too early."""
+    """Reads a file from its beginning; ValueError if it ends too early."""
 
     data: _Bytes
     at: int = 0
@@ -184,7 +188,7 @@ class _Cursor:
             raise ValueError(f"the name {stored[:60]!r} is not UTF-8") from None
 
     def value(self, kind: int) -> object:
-        """Read a single number or string; None for a list, passed over."""
+        """Read a single number or string; skip a list, and return None."""
         if kind == _STRING:
             return self.take(self.unpack("Q")[0]).decode("utf-8", "replace")
         if kind in _NUMBERS:
@@ -224,7 +228,7 @@ def _parse(file: str, cursor: _Cursor) -> Header:
         raise ValueError(f"its tensors are aligned to {alignment!r} bytes")
     text = cursor.data[begin : cursor.at]
 
-    # The tensors lie one behind the other, as llama.cpp wants them.
+    # The tensors follow one another, as llama.cpp requires.
     described = [_read_tensor(cursor) for _ in range(count)]
     start, expected, tensors = -(-cursor.at // alignment) * alignment, 0, []
     for spec, offset in described:
@@ -245,7 +249,7 @@ def _parse(file: str, cursor: _Cursor) -> Header:
 
 
 def _read_tensor(cursor: _Cursor) -> tuple[TensorSpec, int]:
-    """Read a tensor's entry: the tensor, and its place behind the head."""
+    """Read a tensor's entry and its offset behind the head."""
     gguf, name = gguf_package(), cursor.name()
     (dimensions,) = cursor.unpack("I")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
@@ -267,10 +271,7 @@ def _read_tensor(cursor: _Cursor) -> tuple[TensorSpec, int]:
 def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
     """Return llama.cpp's names of a model's modules, without .weight.
 
-    Those that it does not know are left out; that of an expert is its stack's.
-
-    Raises  InputError where the architecture is unknown to the installed package, or has more
-            blocks than any model
+    Unknown modules are left out; an expert has the name of its stack.
     """
     gguf = gguf_package()
     architecture = str(frame.facts.get("general.architecture"))
@@ -285,13 +286,13 @@ def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
         detail = f"the GGUF file says that it has {blocks} blocks; expected 0 to {MOST_BLOCKS}"
         raise InputError("gguf", detail, "Download it again; or ask whoever made it.")
     names = gguf.get_tensor_name_map(number, blocks)
-    # it knows stacks of experts, not single ones
+    # The package knows stacks of experts, not single ones.
     known = {module: names.get_name(EXPERT_NUMBER.sub("", module)) for module in modules}
     return {module: name for module, name in known.items() if name is not None}
 
 
 def gguf_package() -> ModuleType:
-    """Import llama.cpp's package; raise InputError where it is not there."""
+    """Import llama.cpp's package, or raise InputError."""
     try:
         import gguf
     except ImportError:
@@ -299,3 +300,71 @@ def gguf_package() -> ModuleType:
         raise InputError("no-gguf", *describe_missing(needing, "gguf")) from None
     package: ModuleType = gguf
     return package
+
+
+class BlockType(NamedTuple):
+    """Weights and bytes of one block."""
+
+    block_size: int
+    nbytes: int
+
+
+BLOCK_TYPES = {  # that are read; MXFP4 and NVFP4 are the dialect's
+    **{"Q4_0": BlockType(32, 18), "Q4_1": BlockType(32, 20)},
+    **{"Q5_0": BlockType(32, 22), "Q5_1": BlockType(32, 24), Q8_0: BlockType(32, 34)},
+    **{"Q2_K": BlockType(256, 84), "Q3_K": BlockType(256, 110), "Q4_K": BlockType(256, 144)},
+    **{"Q5_K": BlockType(256, 176), "Q6_K": BlockType(256, 210)},
+}
+
+
+def shape_in_bytes(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape that counts bytes, for one that counts weights."""
+    *above, columns = shape
+    kind = BLOCK_TYPES[dtype]
+    return (*above, columns // kind.block_size * kind.nbytes)
+
+
+def shape_in_weights(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape that counts weights, for one that counts bytes."""
+    *above, row_nbytes = shape
+    kind = BLOCK_TYPES[dtype]
+    return (*above, row_nbytes // kind.nbytes * kind.block_size)
+
+
+def decode(stored: memoryview, dtype: str) -> NDArray[np.float32]:
+    """Return the values of whole blocks, by gguf-py's quants.py (NumPy)."""
+    import numpy as np
+    from gguf import quants
+
+    kind = gguf_package().GGMLQuantizationType[dtype]
+    values: NDArray[np.float32] = quants.dequantize(np.frombuffer(stored, np.uint8), kind)
+    return values
+
+
+def encode_q8_0(values: NDArray[np.float32]) -> memoryview:
+    """Round whole blocks of 32 to Q8_0.
+
+    Formula  d = amax / 127 in float32; codes are x * (1 / d), halves away from 0; d in fp16
+    Raises   NumericError for NaN, or a value beyond its range
+    """
+    import numpy as np
+
+    size, nbytes = BLOCK_TYPES[Q8_0]
+    blocks = values.reshape(-1, size)
+    # Added, then cut off: rounds halves away from 0.
+    below_half = np.nextafter(np.float32(0.5), np.float32(0))
+    stored = np.empty((len(blocks), nbytes), np.uint8)
+    for first in range(0, len(blocks), BLOCKS_AT_ONCE):
+        x, out = (all_[first : first + BLOCKS_AT_ONCE] for all_ in (blocks, stored))
+        amax = np.abs(x).max(1, keepdims=True)
+        largest = amax.max(initial=0)  # NaN if there is one
+        if not largest <= LARGEST_Q8_0:
+            detail = f"the value {largest:g} is beyond {LARGEST_Q8_0:g}, the largest of q8_0"
+            raise NumericError("q8-overflow", detail, "Choose the dtype bf16.")
+        scales = amax / np.float32(127)
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            q = x * np.where(scales == 0, np.float32(0), 1 / scales)
+            q += np.copysign(below_half, q)
+            out[:, 2:] = q.astype(np.int8).view(np.uint8)
+        out[:, :2] = scales.astype(np.float16).view(np.uint8)
+    return stored.reshape(-1).data

@@ -1,8 +1,8 @@
 """Read a GGUF file as the folder of transformers that it was made from.
 
-Names are turned back, stacks of experts are taken apart, and what llama.cpp's converter changes is
-undone: the order of rows of Llama's q and k, and the 1 that it adds to Gemma's norms. config.json
-and the tokenizer are those of another folder. Everything above sees safetensors.
+This undoes llama.cpp's converter: names, stacks of experts, the order of rows of Llama's q and k,
+the 1 added to Gemma's norms. config.json and the tokenizer come from another folder. Everything
+above sees safetensors.
 Source: llama.cpp, convert_hf_to_gguf.py (LlamaModel.permute; GemmaModel.modify_tensors).
 """
 
@@ -25,7 +25,7 @@ from fp4convert.storage.source import Checkpoint, Source
 
 FILE = SINGLES[0]
 LEFT_OUT = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-SCALARS = ("scale", "input_scale")  # of which a stack has one for each expert
+SCALARS = ("scale", "input_scale")  # a stack has one for each expert
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _OUTER = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
 _INNER = {
@@ -45,12 +45,12 @@ _GEMMA2 = {
 
 
 class Family(NamedTuple):
-    """How llama.cpp stores the models of a model_type.
+    """llama.cpp's storage of the models of a model_type.
 
-    architecture  its own name
-    inner         the model's names below a layer, by its own
-    experts       the same of stacks, which are taken apart
-    is_turned     the two halves of every head of q and k take turns
+    architecture  llama.cpp's name
+    inner         llama.cpp's names below a layer -> the model's
+    experts       the same for stacks
+    is_turned     the two halves of every head of q and k alternate
     is_shifted    norms are stored with 1 added
     """
 
@@ -86,10 +86,7 @@ _TURNED = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_k
 
 
 def as_folder(gguf: Source, beside: Source) -> Source:
-    """View a GGUF file as a folder, with the config.json of another.
-
-    Raises  InputError where it is no GGUF file of that model
-    """
+    """View a GGUF file as a folder, with the files of another folder."""
     frames = [shard.frame for shard in gguf.checkpoint.shards]
     if len(frames) != 1 or not isinstance(frames[0], GgufFrame):
         detail = f"--config is for a GGUF file, and {gguf.name} is none"
@@ -108,24 +105,24 @@ def as_folder(gguf: Source, beside: Source) -> Source:
 
 
 def _check_facts(facts: Mapping[str, object], config: Mapping[str, object], family: Family) -> None:
-    """Raise InputError where the file and config.json are of two models."""
+    """Raise InputError if the file and config.json are of two models."""
     key = family.architecture
     heads = config.get("num_attention_heads")
-    told = {
+    facts_by_config = {
         "general.architecture": key,
         f"{key}.block_count": config.get("num_hidden_layers"),
         f"{key}.embedding_length": config.get("hidden_size"),
         f"{key}.attention.head_count": heads,
         f"{key}.attention.head_count_kv": config.get("num_key_value_heads", heads),
     }
-    for name, expected in told.items():
+    for name, expected in facts_by_config.items():
         if name in facts and facts[name] != expected:
             detail = f"{name} of the GGUF file is {facts[name]!r}; by {CONFIG} it is {expected!r}"
             raise InputError("gguf-config", detail, "Give the config.json of the same model.")
 
 
 class GgufFolder:
-    """A source of two: a GGUF file's weights, and the files of a folder."""
+    """A GGUF file's weights with the other files of a folder."""
 
     def __init__(
         self, gguf: Source, beside: Source, family: Family, config: dict[str, object]
@@ -133,7 +130,7 @@ class GgufFolder:
         self.name = gguf.name
         self.is_streamed = gguf.is_streamed
         self._gguf, self._beside, self._family = gguf, beside, family
-        self._heads: dict[str, int] = {}  # of tensors whose rows are put in order
+        self._heads: dict[str, int] = {}  # of tensors with rows to reorder
         self._shifted: set[str] = set()
         (shard,) = gguf.checkpoint.shards
         self._file = shard.file
@@ -147,7 +144,7 @@ class GgufFolder:
         )
 
     def _renamed(self, ref: TensorRef, config: Mapping[str, object]) -> Iterator[TensorRef]:
-        """Yield the tensors of the model that a stored one holds."""
+        """Yield the model's tensors in a stored one."""
         if ref.name in LEFT_OUT:  # config.json tells what they are made of
             if not (config.get("rope_scaling") or config.get("rope_parameters")):
                 detail = f"{ref.name} scales positions, and {CONFIG} has no rope_scaling"
@@ -196,7 +193,7 @@ class GgufFolder:
         return self._gguf.read_range(own, start, stop)
 
     def _in_order(self, own: TensorRef, heads: int, start: int, stop: int) -> memoryview:
-        """Read rows in the order of transformers, in which halves do not turn."""
+        """Read rows in the order of transformers."""
         head_nbytes = own.nbytes // heads
         first, last = start // head_nbytes, -(-stop // head_nbytes)
         begin = first * head_nbytes

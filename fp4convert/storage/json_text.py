@@ -1,7 +1,6 @@
 """Read JSON strictly, and write it indented.
 
-Strictly: UTF-8, no name twice in one object, no NaN where none is expected, no deeper nesting
-than Python's recursion allows.
+Strictly: UTF-8, no duplicate keys, no unexpected NaN, no deeper nesting than Python's recursion.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from fp4convert.storage.disk import open_regular
 
 FLOAT_DIGITS = 300  # an integer of fewer digits fits a float64
 TEXT_LIMIT = 1 << 28  # bytes of a file of text: the index of a million tensors takes half of it
-# What reading a document in another shape than was written raises, huge numbers included.
+# Errors of reading a document of an unexpected shape, also of huge numbers.
 MISSHAPEN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 def read_text_file(path: Path) -> str:
     """Read a file of UTF-8 text.
 
-    Raises  OSError, also where it is too long for one; ValueError where it is not UTF-8
+    Raises  OSError, also for a huge file; ValueError for other text
     """
     with open_regular(path, -1) as stream:
         text = stream.read(TEXT_LIMIT + 1)
@@ -38,13 +37,10 @@ def read_text_file(path: Path) -> str:
 
 
 def parse_json_object(text: bytes, where: str, has_constants: bool = False) -> dict[str, object]:
-    """Read a JSON object, strictly.
+    """Parse a JSON object, strictly; numbers must fit a float.
 
-    UTF-8, no duplicate keys, numbers that fit a float.
-
-    where          how messages name the text, such as "model.safetensors: header"
-    has_constants  accept NaN and Infinity, which JSON lacks and model configs hold
-    Raises         InputError
+    where          names the text in messages, such as "model.safetensors: header"
+    has_constants  accept NaN and Infinity, as in configs of models
     """
     expected = "expected one JSON object"
     try:
@@ -106,36 +102,30 @@ QUANTIZATION_KEYS = frozenset(  # of config.json, in any dialect
 
 
 def unquantized(config: Mapping[str, object]) -> dict[str, object]:
-    """Return a config without a word on quantization.
-
-    Nor in the configs of its parts.
-    """
-    kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+    """Return a config, and those of its parts, without keys of quantization."""
     return {
-        key: unquantized(value) if isinstance(value, dict) else value for key, value in kept.items()
+        key: unquantized(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in QUANTIZATION_KEYS
     }
 
 
-_NESTED = (dict, list, tuple)  # what JSON nests
-_ROWS = 1000  # of a list or an object that are spelled together
+_NESTED = (dict, list, tuple)
+_ROWS = 1000  # entries of a list or an object in one call
 
 
 def as_text(value: object) -> str:
-    """Write the JSON of a small file, whichever stage writes it.
-
-    What json.dumps makes with an indent of 2 and without ASCII escapes.
-    """
+    """Return json.dumps with an indent of 2 and without ASCII escapes."""
     return "".join([*pieces_of(value, is_ascii=False), "\n"])
 
 
 def pieces_of(value: object, is_ascii: bool = True, lead: str = "\n") -> Iterator[str]:
-    """Yield the text that json.dumps makes of a value with an indent of 2.
+    """Yield json.dumps' text with an indent of 2, in a tenth of the time.
 
-    In a tenth of the time, and never all of it at once: plain values are spelled together, some
-    at a time, and so are objects of plain values in a list.  The two are held together by
-    tests/storage/test_json_text.py.
+    One call spells many plain values, or many objects of plain values in a list.
+    tests/storage/test_json_text.py compares both texts.
 
-    lead  what a line of it begins with
+    lead  begin of a line
     """
     spell = partial(json.dumps, ensure_ascii=is_ascii)
     if not isinstance(value, _NESTED) or not value:
@@ -143,7 +133,7 @@ def pieces_of(value: object, is_ascii: bool = True, lead: str = "\n") -> Iterato
         return
     inner, (opening, closing) = f"{lead}  ", "{}" if isinstance(value, dict) else "[]"
     before, deeper = f"{opening}{inner}", f"{inner}  "
-    # No string of JSON holds a line's end, so that this stands between two rows alone.
+    # No string of JSON holds a line end: this stands only between two rows.
     between, indented = f"}},{deeper}{{", f"{inner}}},{inner}{{{deeper}"
     children: Any = value.values() if isinstance(value, dict) else value
     if not _has_nested(children):
@@ -175,6 +165,6 @@ def _has_nested(values: Iterable[object]) -> bool:
 
 
 def _are_rows(children: Sequence[Any]) -> bool:
-    """Tell whether all are objects of plain values, and none is empty."""
+    """Return whether all are objects of plain values, and none is empty."""
     is_row = all(children) and {*map(type, children)} == {dict}
     return is_row and not _has_nested(chain.from_iterable(map(dict.values, children)))

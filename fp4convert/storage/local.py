@@ -6,8 +6,8 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import BinaryIO
@@ -36,7 +36,7 @@ from fp4convert.storage.checkpoint_files import (
 from fp4convert.storage.disk import Mark, lost_pages
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header, TensorRef, read_header
-from fp4convert.storage.source import CACHED, Checkpoint, name_of, read_whole
+from fp4convert.storage.source import CACHED, Checkpoint, Source, name_of, read_whole
 from fp4convert.storage.system import most_files, read_at, read_into_at
 
 HOLDING = "Give the folder that holds the weights."
@@ -45,11 +45,8 @@ MOST_OPEN = 256  # shards
 AGAIN = "Run the command again once nothing writes to it."
 
 
-class LocalSource:
-    """Maps shards into memory.
-
-    A tensor's bytes are read when they are touched, and belong to the page cache.
-    """
+class LocalSource(Source):
+    """Maps shards into memory; the page cache owns their bytes."""
 
     is_streamed = False
 
@@ -65,8 +62,8 @@ class LocalSource:
             self._maps: dict[str, mmap.mmap] = {}  # least recently used first, as the next
             self._opened: dict[str, _Opened] = {}
             self._lock = threading.Lock()
-            self._bus_errors = bus_errors()  # of sources before this one
-            self._stamps: dict[str, str] = {}  # of what was there when headers were read
+            self._bus_errors = bus_errors()  # of earlier sources
+            self._stamps: dict[str, str] = {}  # of files there when headers were read
             self.checkpoint = self._open(may_lack)
         except OSError as error:
             raise _unreadable(error.filename or path, error) from error
@@ -92,17 +89,17 @@ class LocalSource:
                     detail = f"{ref.file} changed while it was read: {found}"
                     raise SourceError("source-changed", detail, AGAIN)
                 if hasattr(mmap, "MADV_SEQUENTIAL"):
-                    # read ahead of a missing page, not around it
+                    # Read ahead of a missing page, not around it.
                     mapped.madvise(mmap.MADV_SEQUENTIAL)
             self._maps[ref.file] = mapped
             if len(self._maps) > most_open():
-                del self._maps[next(iter(self._maps))]  # closed when nobody looks at it any more
+                del self._maps[next(iter(self._maps))]  # closed with its last view
             return memoryview(mapped)[ref.start : ref.start + ref.nbytes]
 
     def read_range(self, ref: TensorRef, start: int, stop: int) -> memoryview:
         if stop - start > SCALAR_NBYTES:
             return self.read(ref)[start:stop]
-        # Through a mapping, the system would fetch much around it.
+        # Through a mapping the system would fetch much more.
         buffer = memoryview(bytearray(stop - start))
         self.read_into(ref, start, buffer)
         return buffer
@@ -128,7 +125,7 @@ class LocalSource:
     def has_file(self, file: str) -> bool:
         try:
             return self._single is None and (self._folder / file).exists()
-        except OSError as error:  # a name longer than names may be, a folder that is closed to us
+        except OSError as error:  # too long a name, or no access to the folder
             raise _unreadable(file, error) from error
 
     def open_file(self, file: str) -> BinaryIO:
@@ -142,7 +139,7 @@ class LocalSource:
             code = "source-changed"
         if file not in self._stamps:
             raise refusal
-        # It was there when headers were read: a re-run may find it again.
+        # It was there before: a re-run may find it again.
         detail = f"{refusal.message}; it was there before"
         raise SourceError(code, detail, "Run the same command again once it is back.")
 
@@ -151,10 +148,6 @@ class LocalSource:
             return _regular(self._folder, file).stat().st_size
         except OSError as error:
             raise _unreadable(file, error) from error
-
-    def proving(self, shards: Collection[str]) -> AbstractContextManager[None]:
-        """Do nothing: what a disk returns is what it holds."""
-        return nullcontext()
 
     def check_unchanged(self, shard: str) -> None:
         if bus_errors() != self._bus_errors:
@@ -173,31 +166,24 @@ class LocalSource:
             )
 
     def distrust(self) -> None:
-        """Do nothing: what is mapped is what the disk gives."""
+        """Do nothing: a mapping shows the bytes of the disk."""
+
+    def stop(self) -> None:
+        """Do nothing: a disk keeps nobody waiting."""
 
     @contextmanager
     def stream(self, file: str) -> Iterator[None]:
         try:
             yield
         finally:
-            # A mapping takes its time to go, a thirtieth of a second for 1 GB: now, beside other
-            # work, and not in the end.
+            # Unmapping takes a thirtieth of a second for 1 GB: now, beside other work.
             with self._lock:
                 mapped = self._maps.pop(file, None)
-            del mapped  # outside of the lock: other readers need not wait for it
-
-    def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
-        return 0
-
-    def stop(self) -> None:
-        """Do nothing: a disk does not keep anyone waiting."""
+            del mapped  # outside of the lock, for which other readers wait
 
     def holds(self, path: Path) -> bool:
         # Not Path.resolve, which fails at a link to itself.
-        place, root = (Path(os.path.realpath(each)) for each in (path, self._root))
+        place, root = Path(os.path.realpath(path)), Path(os.path.realpath(self._root))
         return place == root if self._single else place.is_relative_to(root)
 
     def _open(self, may_lack: bool) -> Checkpoint:
@@ -210,7 +196,7 @@ class LocalSource:
             step = f"Give the folder: {shell_line(self._folder)}" if here else HOLDING
             raise no_weights(self._folder / self._single, names, step)
 
-        # A pipeline: its components are checkpoints, and what lies beside them travels.
+        # A pipeline: its components are checkpoints, and files beside them are copied.
         if PIPELINE in names and not self._single:
             components = find_components(read_whole(self, PIPELINE), _folders_of(self._folder))
             if components:
@@ -218,7 +204,7 @@ class LocalSource:
                 stamps = self._stamps_of(*sidecars)
                 return Checkpoint(None, None, {}, (), sidecars, left_out, (), stamps, components)
 
-        # The shards: one file, or what the index or their names say.
+        # The shards: one file, or by the index or their names.
         index = find_index(names)
         weight_map = read_index(read_whole(self, index), index) if index else None
         shards = [str(self._single)]
@@ -233,7 +219,7 @@ class LocalSource:
         homes = find_homes(headers)
         sidecars, left_out = sort_others(self._files(), shards)
 
-        # The config of the folder; that beside a single file too, for it says what the names mean.
+        # The config of the folder, also beside a single file: it explains the names.
         config: dict[str, object] = {}
         if (self._folder / CONFIG).exists():
             config = parse_json_object(read_whole(self, CONFIG), CONFIG, has_constants=True)
@@ -249,7 +235,7 @@ class LocalSource:
         )
 
     def _explain_gone(self, error: InputError) -> InputError:
-        """Say of shards that are missing that they are on the Hub, if they are."""
+        """Return a better error if the missing shards went to the Hub."""
         if error.code not in ("missing-shard", "no-weights") or not self.has_file(HUB_FILE):
             return error
         repo = str(parse_json_object(read_whole(self, HUB_FILE), HUB_FILE).get("repo"))
@@ -258,7 +244,7 @@ class LocalSource:
         return InputError("shards-gone", detail, step)
 
     def _step_to_weights(self, names: Collection[str]) -> str:
-        """Tell what to give instead of a folder without weights; "" for any."""
+        """Return the next step after a folder without weights; "" for the usual."""
         if not names:
             return f"It is empty: hf download ORG/NAME {shell_line('--local-dir', self._folder)}"
         if (self._folder / PLAN_FILE).exists():
@@ -285,10 +271,7 @@ class LocalSource:
             return read_header(name, nbytes, lambda offset, length: read_at(fd, length, offset))
 
     def _files(self, apart: Collection[str] = ()) -> list[str]:
-        """List the files of the folder and of those in it.
-
-        But for hidden ones, and those of the folders `apart`.
-        """
+        """List the files below the folder without hidden ones and `apart`."""
         found: list[str] = []
         errors: list[OSError] = []
         walk = () if self._single else os.walk(self._folder, onerror=errors.append)
@@ -308,7 +291,7 @@ class LocalSource:
 
 
 class _Opened:
-    """A file that is closed when nobody reads it any more."""
+    """A file that is closed after its last reader."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.stream = stream
@@ -319,16 +302,16 @@ class _Opened:
 
 @cache
 def most_open() -> int:
-    """Count the shards that may be mapped at once, and opened at once.
+    """Return how many shards may be mapped, and how many open, at once.
 
-    Each an eighth of the files that this process may have open.
+    Both are an eighth of the process's limit of open files.
     """
     files = most_files()
     return max(2, min(MOST_OPEN, files // 8)) if files else MOST_OPEN
 
 
 def _folders_of(folder: Path) -> list[str]:
-    """List the folders in a folder that are not hidden."""
+    """List the folders in a folder, without hidden ones."""
     try:
         places = [place for place in folder.iterdir() if place.is_dir()]
         return [place.name for place in places if not place.name.startswith(".")]
@@ -347,20 +330,17 @@ def _unreadable(place: object, error: OSError) -> InputError:
 
 @cache
 def _links_lead_to(root: Path) -> tuple[Path, ...]:
-    """List the folders to which links in a folder may lead."""
+    """Return the allowed targets of links in a folder."""
     caches = [place for place in (root, *root.parents) if place.parent.name == "snapshots"]
     return (root, *(place.parent.parent / "blobs" for place in caches))
 
 
 def _regular(folder: Path, name: str) -> Path:
-    """Return the path of a regular file inside a folder.
-
-    Links may lead inside it, or into the blobs of the Hub's own cache.
-    """
+    """Return the path of a regular file in a folder, or in its cache's blobs."""
     path = folder / name
     try:
         name.encode("utf-8")
-        mode = path.stat().st_mode  # a file that is not there costs no more: records may name many
+        mode = path.stat().st_mode  # first: records may name many missing files
         target, root = path.resolve(), folder.resolve()
     except UnicodeEncodeError:
         detail = f"the name of {name!r} is not UTF-8; expected one that records can hold"

@@ -20,18 +20,16 @@ PAGE = re.compile(
     rf"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/({REPOSITORY})/?"
     r"(?:tree/([^/]+)/?(.*?)/?)?"
 )  # of a repository on the Hub: its name, a revision, a folder
-
-
 ADDRESS = re.compile(
     rf"(hf://|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)?({REPOSITORY})"
     r"(?:@([\w.-]+))?(?:/([^?#]*))?(?:[?#].*)?"
-)  # of anything in it: what it begins with, the name, a revision, a path
+)  # of anything in it: prefix, name, revision, path
 ABSENT = ("source-unreachable", "offline", "no-source", "no-access")  # a repository may not exist
 VIEWS = ("tree", "blob", "resolve", "raw")  # before the revision, in paths of pages
 
 
 class Place(NamedTuple):
-    """What a person means by a reference."""
+    """The meaning of a reference that a person typed."""
 
     reference: str
     revision: str | None = None
@@ -39,7 +37,7 @@ class Place(NamedTuple):
 
 
 def read_reference(text: str) -> Place:
-    """Read ~, the address of a page on the Hub, and ORG/NAME/."""
+    """Parse ~, the address of a page on the Hub, and ORG/NAME/."""
     if page := PAGE.fullmatch(text):
         repository, revision, folder = page.groups()
         return Place(repository, unquote(revision or "") or None, unquote(folder or "") or None)
@@ -51,7 +49,7 @@ def read_reference(text: str) -> Place:
 
 
 def page_of(place: Place) -> str:
-    """Name a repository so that read_reference reads the same place."""
+    """Return the reference that read_reference parses as this place."""
     if place.revision is None and place.subfolder is None:
         return place.reference
     page = (
@@ -61,21 +59,21 @@ def page_of(place: Place) -> str:
 
 
 def absolute(reference: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Name a path from the root; a repository keeps its name."""
+    """Return the absolute path, or the name of a repository as it is."""
     return Path(os.path.abspath(reference)) if os.path.exists(reference) else reference
 
 
 def _suggest_repository(text: str) -> str:
-    """Tell how the repository is named that an address means; "" for others."""
-    found = ADDRESS.fullmatch(text)
-    if not found or not (found[1] or found[3]):
+    """Return a next step with the repository of an address; "" for no address."""
+    match = ADDRESS.fullmatch(text)
+    if not match or not (match[1] or match[3]):
         return ""
-    revision, parts = found[3], [part for part in (found[4] or "").split("/") if part]
+    revision, parts = match[3], [part for part in (match[4] or "").split("/") if part]
     if len(parts) > 1 and parts[0] in VIEWS:
         revision, parts = parts[1], parts[2:]
     if parts and "." in parts[-1]:  # one file: repositories are read whole
         parts.pop()
-    words = [found[2]]
+    words = [match[2]]
     words += ["--revision", unquote(revision)] if revision else []
     words += ["--subfolder", unquote("/".join(parts))] if parts else []
     return f"Name the repository: {shell_line(*words)}"
@@ -85,10 +83,9 @@ def open_source(reference: str, access: Access | None = None, may_lack: bool = F
     """Open the checkpoint of that name, on this disk or on the Hub.
 
     reference  a folder, one file, or a repository
-    may_lack   accept a folder whose shards are not all there: a conversion that did not end
-    Raises     InputError where it is none of them, or is not a sound checkpoint, or is a
-               pipeline of several; SourceError where the Hub cannot be reached or has nothing
-               cached, AccessError where it gives no access
+    may_lack   accept a folder of an unfinished conversion, without some shards
+    Raises     InputError for no sound checkpoint, or a pipeline of several; SourceError for an
+               unreachable Hub or an empty cache; AccessError
     """
     source = _open(reference, access or Access(), may_lack)
     if source.checkpoint.components:
@@ -97,12 +94,7 @@ def open_source(reference: str, access: Access | None = None, may_lack: bool = F
 
 
 def open_with_components(reference: str, access: Access) -> tuple[Source, dict[str, Source]]:
-    """Open the source of that name, and the components of a pipeline.
-
-    All of them are of the same commit.
-
-    Raises  what open_source raises
-    """
+    """Open a source, and the components of a pipeline at the same commit."""
     source = _open(reference, access)
     with stopping(source):
         names = source.checkpoint.components
@@ -110,12 +102,11 @@ def open_with_components(reference: str, access: Access) -> tuple[Source, dict[s
 
 
 def open_original(reference: str, access: Access, folder: str | None = None) -> Source:
-    """Open the checkpoint that an artifact was made from.
+    """Open the source of an artifact.
 
-    Of a pipeline it is the component `access.subfolder`, or the only one.
+    In a pipeline it is the component `access.subfolder`, or the only one.
 
-    folder  of the repository, where its record names one
-    Raises  what open_source raises
+    folder  of the repository, if the record names one
     """
     access, wanted = replace(access, subfolder=folder), access.subfolder
     source = _open(reference, access)
@@ -130,16 +121,16 @@ def open_original(reference: str, access: Access, folder: str | None = None) -> 
 
 
 def access_to(access: Access, pipeline: Source, component: str) -> Access:
-    """Return how a component is opened, at the pipeline's commit."""
+    """Return the access to a component, at the pipeline's commit."""
     folders = [folder.strip("/") for folder in (access.subfolder, component) if folder]
     revision = pipeline.checkpoint.revision or access.revision
     return replace(access, subfolder="/".join(folders), revision=revision)
 
 
 def _pipeline(reference: str, source: Source, access: Access | None) -> InputError:
-    """Return the error of a pipeline where one checkpoint is wanted.
+    """Stop a pipeline's source; return the error of one wanted checkpoint.
 
-    access  as the command asked for it; None where its --subfolder is that of something else
+    access  of the command; None if its --subfolder means something else
     """
     source.stop()
     names = source.checkpoint.components
@@ -180,12 +171,12 @@ def _open_stored(reference: str, access: Access, may_lack: bool) -> Source:
             detail,
             "Look for a typing error in the path; check that this user may read it.",
         ) from None
-    if is_there and reference:  # the path of no words is that of the current folder
+    if is_there and reference:  # Path("") is the current folder
         from fp4convert.storage.local import LocalSource
 
         return LocalSource(path, may_lack, subfolder_of(access))
-    found = GGUF_FILE.fullmatch(reference)
-    if not found and not re.fullmatch(REPOSITORY, reference):
+    gguf = GGUF_FILE.fullmatch(reference)
+    if not gguf and not re.fullmatch(REPOSITORY, reference):
         name = reference or "the source without a name"
         expected = "expected a checkpoint on this disk, or organisation/name on the Hub"
         detail = f"{name}: no such file or folder; {expected}"
@@ -193,18 +184,18 @@ def _open_stored(reference: str, access: Access, may_lack: bool) -> Source:
     from fp4convert.storage.hub.source import HubSource
 
     with _doubting(path):
-        if not found:
+        if not gguf:
             return HubSource(reference, access)
-        folders = [folder for folder in (access.subfolder, found[2]) if folder]
+        folders = [folder for folder in (access.subfolder, gguf[2]) if folder]
         access = replace(access, subfolder="/".join(folders) or None)
-        return HubSource(found[1], access, single=found[3])
+        return HubSource(gguf[1], access, single=gguf[3])
 
 
 @contextmanager
 def _doubting(path: Path) -> Iterator[None]:
-    """Make errors of the Hub say that a folder here may have been meant.
+    """Add to errors of the Hub that a folder here may be meant.
 
-    It may where the first part of a repository's name is a folder.
+    That is possible if the first part of the repository's name is a folder here.
     """
     try:
         yield

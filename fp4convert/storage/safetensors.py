@@ -2,9 +2,8 @@
 
 The header stands before the data, so every offset is known before the first weight is read.
 Checks follow the format's own rules (huggingface/safetensors README, "Format", and its tensor.rs)
-and refuse whatever safetensors refuses.  All entries of a header are looked at together first; they
-are looked at one by one, to say which is wrong and why, where any of them could be.
-This module knows nothing of folders, models or quantization.
+and refuse whatever safetensors refuses.  All entries are checked together first; if any of them
+could be wrong, they are checked one by one, for a message.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from fp4convert.errors import InputError
 from fp4convert.storage.json_text import parse_json_object, refuse_constant
 
-SHAPES = 1 << 12  # that are remembered: models have few
+SHAPES = 1 << 12  # in caches: models have few
 DEFAULT_METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
-# What says that tensors are quantized: written anew, or left out.
+# Metadata on quantization: written anew, or left out.
 ENGINE_NOTES = ("_quantization_metadata",)
-WEIGHT = ".weight"  # how the name of a linear layer's tensor ends
+WEIGHT = ".weight"  # end of the name of a linear layer's tensor
 DTYPE_BITS = {
     **{"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32},
     **{"F16": 16, "BF16": 16, "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8},
@@ -75,17 +74,14 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def total_nbytes(refs: Iterable[TensorRef]) -> int:
-    """Count the bytes of all these tensors.
-
-    Without the property of each, which takes a call more.
-    """
-    return sum([nbytes_of(ref.dtype, ref.shape) for ref in refs])
+    """Count the bytes of all these tensors."""
+    return sum([nbytes_of(ref.dtype, ref.shape) for ref in refs])  # faster than the properties
 
 
 class TensorSpec(NamedTuple):
-    """A tensor to be written: everything but its place.
+    """A tensor to be written, without its place.
 
-    is_apart  it goes into the second file of its shard, the one for scales alone
+    is_apart  it goes into the second file of its shard, for scales alone
     """
 
     name: str
@@ -95,11 +91,11 @@ class TensorSpec(NamedTuple):
 
 
 class Frame(Protocol):
-    """What a file holds beside its tensors, and how it places them.
+    """Content of a file beside its tensors, and their layout.
 
     container            safetensors or gguf
     reads_global_scales  engines that read such a file apply the global scales in it
-    alignment  of which the whole file is a multiple
+    alignment            the size of the file is a multiple of it
     """
 
     container: ClassVar[str]
@@ -113,16 +109,14 @@ class Frame(Protocol):
     def lay_out(
         self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]
     ) -> tuple[bytes, tuple[TensorRef, ...]]:
-        """Return the bytes before the tensors, and each one's address.
+        """Return the bytes before the tensors, and addresses in file order.
 
-        The addresses are in the order of the file.
-
-        notes  what engines want to read in the file itself, by its key
+        notes  metadata for engines
         """
 
 
 class Header(NamedTuple):
-    """What one shard says of itself.
+    """The header of one shard.
 
     nbytes   of the file
     tensors  in the order of the file
@@ -138,7 +132,7 @@ class Header(NamedTuple):
 class SafetensorsFrame:
     """A safetensors file's __metadata__.
 
-    is_stored  False where its tensors are read out of a file of another kind
+    is_stored  False for tensors out of a file of another kind
     """
 
     metadata: dict[str, str]
@@ -152,9 +146,8 @@ class SafetensorsFrame:
     ) -> tuple[bytes, tuple[TensorRef, ...]]:
         """Return a shard's header, and the address of each tensor in it.
 
-        Wider dtypes stand first, so that every tensor is aligned to its own type, then names
-        decide: the bytes do not depend on the order of `specs`, and an artifact carried to another
-        dialect and back is the same file.
+        Wider dtypes stand first, which aligns every tensor to its type; then names decide. So the
+        order of `specs` changes no byte, nor does a way to another dialect and back.
         """
         ordered = sorted(sorted(specs), key=lambda spec: -DTYPE_BITS[spec.dtype])
         kept = {key: value for key, value in self.metadata.items() if key not in ENGINE_NOTES}
@@ -162,7 +155,7 @@ class SafetensorsFrame:
         text = json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))
         entries = [f'"__metadata__":{text}']
         places, end = [], 0
-        # What json.dumps spells so too, in twice the time: tests/storage/test_safetensors.py.
+        # As json.dumps, in half the time: tests/storage/test_safetensors.py.
         for name, dtype, shape, _ in ordered:
             begin, end = end, end + nbytes_of(dtype, shape)
             fields = f'{_spelled(dtype, shape)},"data_offsets":[{begin},{end}]'
@@ -179,9 +172,8 @@ def read_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> He
     """Read and check the header of a shard.
 
     nbytes  of the file
-    read    (offset, length) gives its bytes
-    Raises  InputError on anything that safetensors refuses, naming the file, what was found and
-            what was expected
+    read    (offset, length) returns its bytes
+    Raises  InputError for anything that safetensors refuses
     """
     head = read(0, min(nbytes, 64))
     if head.startswith(b"version https://git-lfs"):
@@ -202,14 +194,13 @@ def read_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> He
 
 
 def read_together(file: str, text: bytes, nbytes: int) -> Header | None:
-    """Read a header in which nothing is out of the ordinary.
+    """Read an ordinary header; return None for any other, sound or not.
 
-    None where anything may be, sound or not.
-    Of equal keys the parser keeps the last.  Without backslashes every string is two quotation
-    marks, so none was dropped, and no entry has other keys, where the strings that there must be
-    are half as many as the marks in the text.
+    The parser keeps the last of equal keys.  Without backslashes every string has two quotation
+    marks: if the text has just the marks of the expected strings, no key was dropped and no entry
+    has other keys.
     """
-    # -0 is no integer, which the parser makes it; "-" alone is found fast.
+    # The parser turns -0 into an integer; a search for "-" alone is fast.
     if b"\\" in text or (b"-" in text and b"-0" in text):
         return None
     try:
@@ -250,7 +241,7 @@ def read_together(file: str, text: bytes, nbytes: int) -> Header | None:
 
 
 def _refs_of(fields: Iterable[tuple[str, str, tuple[int, ...], str, int]]) -> tuple[TensorRef, ...]:
-    """Make the addresses as TensorRef does, in a third of the time."""
+    """Construct TensorRefs, in a third of the usual time."""
     return tuple(map(tuple.__new__, repeat(TensorRef), fields))
 
 
@@ -262,7 +253,7 @@ def _spelled(dtype: str, shape: tuple[int, ...]) -> str:
 
 @lru_cache(SHAPES)
 def _whole_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Count the bytes of a tensor; ValueError for what `_entry` refuses."""
+    """Count the bytes of a tensor; raise ValueError as `_entry` refuses."""
     is_possible = (
         dtype in DTYPE_BITS
         and all(0 <= size < NUMBER_LIMIT for size in shape)
@@ -274,18 +265,15 @@ def _whole_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _is_too_large(shape: tuple[int, ...]) -> bool:
-    """Tell whether a tensor would have too many elements.
+    """Return whether a shape has too many elements.
 
-    Also where sizes overflow before one of 0: the reference reader multiplies from the left.
+    Sizes before a 0 may overflow, too: the reference reader multiplies from the left.
     """
     return math.prod(shape) >= ELEMENT_LIMIT or math.prod(takewhile(bool, shape)) >= OVERFLOW
 
 
 def read_one_by_one(file: str, text: bytes, nbytes: int) -> Header:
-    """Read a header; say which of its entries is wrong.
-
-    Raises  InputError
-    """
+    """Read a header; raise InputError that names the wrong entry."""
     entries, data_start = parse_json_object(text, f"{file}: header"), 8 + len(text)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(
@@ -355,6 +343,6 @@ def _entry(file: str, name: str, entry: object, data_start: int) -> TensorRef:
 
 
 def _depth_of(value: object) -> int:
-    """Count the lists and objects that stand inside one another."""
+    """Return the depth of nested lists and objects."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + max(map(_depth_of, inner), default=0) if isinstance(value, dict | list) else 0

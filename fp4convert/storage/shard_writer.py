@@ -1,6 +1,6 @@
 """Write shards of safetensors or GGUF files, tensor by tensor.
 
-Every place is fixed before. The package safetensors is a second judge of what was written
+Every place is planned before.  The package safetensors judges the result, too
 (difference_from_package).
 """
 
@@ -18,16 +18,14 @@ from fp4convert.storage.disk import read_blocks, reserve, write_error, write_err
 from fp4convert.storage.safetensors import TensorRef, nbytes_of
 from fp4convert.storage.system import AS_BYTES, begin_flush, write_at
 
-# By one call: longer ones take pages 2 MB at a time, slow on virtual machines, and keep threads
-# out.
+# Longer calls take pages of 2 MB, slow on virtual machines, and keep other threads out.
 WRITE_NBYTES = 64 << 10
-FLUSH_NBYTES, LEAST_FLUSH_NBYTES = 4 << 20, 64 << 10  # that the disk is told to begin with
+FLUSH_NBYTES, LEAST_FLUSH_NBYTES = 4 << 20, 64 << 10  # of one begin_flush
 
 
 class ShardWriter:
-    """One shard that is being written.
+    """Writes one shard: header, tensors at planned places, zeros between.
 
-    The header first, then each tensor's bytes at the place that the plan gave it; zeros between.
     Threads may append to different tensors at once.
     """
 
@@ -51,16 +49,13 @@ class ShardWriter:
                 raise
 
     def begin_again(self) -> None:
-        """Take nothing of what was appended for written."""
+        """Forget everything that was appended."""
         self._filled = {ref.name: 0 for ref in self._outputs}
-        self._whole = 0  # outputs, from the first on
+        self._whole = 0  # complete outputs, from the first on
         self._sha256, self._hashed_nbytes = hashlib.sha256(), 0
 
     def append(self, ref: TensorRef, data: memoryview) -> None:
-        """Write the next bytes of an output.
-
-        On Linux the disk begins with them, so that the end waits for little.
-        """
+        """Write the next bytes of an output; on Linux the disk begins with them."""
         flat, before = data.cast("B"), self._filled[ref.name]
         after = before + flat.nbytes
         try:
@@ -80,11 +75,9 @@ class ShardWriter:
             data, offset = data[written:], offset + written
 
     def hash_on(self, check: Callable[[int], None]) -> None:
-        """Hash the bytes before the first that is not written yet.
+        """Hash all bytes before the first gap, in one thread; others may append.
 
-        One thread at a time; others may append.
-
-        check  is called with the size of every block; what it raises ends the reading
+        check  is called with the size of every block; its exceptions end the reading
         """
         outputs, filled = self._outputs, self._filled
         while self._whole < len(outputs):
@@ -107,11 +100,11 @@ class ShardWriter:
                 check(block.nbytes)
 
     def finish(self, check: Callable[[int], None] = lambda nbytes: None) -> str:
-        """Flush to the disk and close; return the sha256.
+        """Flush and close a complete shard; return its sha256.
 
-        Every output must be whole.  What is not hashed yet is, while the disk works.
+        The rest is hashed while the disk works.
 
-        check  as hash_on has it
+        check  as in hash_on
         """
         short = [ref.name for ref in self._outputs if self._filled[ref.name] != ref.nbytes]
         if short:
@@ -126,7 +119,7 @@ class ShardWriter:
         return self._sha256.hexdigest()
 
     def discard(self) -> None:
-        """Close, and leave nothing behind, where the disk lets us."""
+        """Close the file, and remove it if the disk allows."""
         self._close()
         with suppress(OSError):
             self.path.unlink()
@@ -140,24 +133,24 @@ class ShardWriter:
 
 
 def difference_from_package(path: Path, refs: Iterable[TensorRef]) -> str:
-    """Compare addresses with those that the package safetensors finds.
+    """Compare addresses with those that the package safetensors reads.
 
-    It reads the header alone.  Offsets are compared, too: it tells the order of the tensors, which
-    leaves no gap between them, and they end where the file does.
-    Returns  what differs, as the end of a sentence that begins with the file; "" for nothing
+    It reads the header alone, and gives the order of the tensors: their offsets follow, for there
+    is no gap, and they end with the file.
+    Returns  the difference, as the end of a sentence that begins with the file; "" for none
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="numpy") as opened:
             slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
-            found = {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices}
+            kinds = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices}
     except SafetensorError as error:
         return f"is refused by the package safetensors: {error}"
-    sizes = [nbytes_of(*kind) for kind in found.values()]
+    sizes = [nbytes_of(*kind) for kind in kinds.values()]
     begins = accumulate(sizes, initial=path.stat().st_size - sum(sizes))
     theirs = {
-        name: (*kind, begin) for (name, kind), begin in zip(found.items(), begins, strict=False)
+        name: (*kind, begin) for (name, kind), begin in zip(kinds.items(), begins, strict=False)
     }
     ours = {ref.name: (ref.dtype, ref.shape, ref.start) for ref in refs}
     for name in sorted(ours.keys() | theirs.keys()):
@@ -170,7 +163,7 @@ def difference_from_package(path: Path, refs: Iterable[TensorRef]) -> str:
 
 
 def _address_text(address: tuple[str, tuple[int, ...], int] | None) -> str:
-    """Write a dtype, a shape and an offset for people; None is no tensor."""
+    """Describe a dtype, a shape and an offset; None is no tensor."""
     if address is None:
         return "nothing"
     dtype, shape, start = address

@@ -1,7 +1,7 @@
-"""What every source offers: the protocol Source; and Checkpoint.
+"""The protocol Source, its Checkpoint, and helpers for every source.
 
-A source makes a Checkpoint of what it finds (addresses, no data) and gives the bytes behind it;
-nothing above asks which source.
+A source makes a Checkpoint (addresses, no data) and reads the bytes behind it; nothing above asks
+for the kind of source.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import gc
 import json
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple, Protocol, TypeVar
@@ -21,23 +21,22 @@ from fp4convert.storage.checkpoint_files import GGUF, PLAN_FILE
 from fp4convert.storage.json_text import MISSHAPEN, TEXT_LIMIT, read_text_file
 from fp4convert.storage.safetensors import Header, TensorRef
 
-BRANCH = "main"  # of a repository, where no revision is named
+BRANCH = "main"  # of a repository without a revision
 CACHED = re.compile(r"models--(?:[\w.-]+?--)?(.+)")  # a repository in the Hub's cache
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a source is opened; a path on this disk needs the subfolder alone.
+    """Options for opening a source; a local path needs only the subfolder.
 
-    revision      of a repository on the Hub: branch, tag or commit; None for the main branch
-    subfolder     of the repository or folder, where the checkpoint is
-    token         None for the one that the Hub's own client knows
-    memory_nbytes of the process, as far as a scale group fits
-    tell          gets a line for people when the Hub makes everything wait
-    transport     http, or xet for hf_xet
-    connections   at once; None for as many as prefetch.py finds right
-    output        where an unfinished plan may lie, which says of which commit it is
-    config        a folder whose config.json makes a folder of a GGUF file
+    revision       branch, tag or commit on the Hub; None for the main branch
+    subfolder      folder of the checkpoint in the repository or folder
+    token          None for the login's
+    memory_nbytes  budget of the process, if a scale group fits in it
+    tell           gets a line for people about waits
+    output         an unfinished plan in this folder pins the commit
+    connections    at once; None for the default
+    config         folder whose config.json turns a GGUF file into a folder
     """
 
     revision: str | None = None
@@ -45,17 +44,16 @@ class Access:
     token: str | None = field(default=None, repr=False)
     memory_nbytes: int = 10**9
     tell: Callable[[str], None] = lambda line: None
-    transport: str = "http"
     output: Path | None = None
     connections: int | None = None
     config: Path | None = None
 
 
 class Padding(NamedTuple):
-    """Zeros that stand behind rows and columns of a checkpoint's tensors.
+    """Zeros behind rows and columns of a checkpoint's tensors.
 
-    record  what the record of a result says of them
-    note    the same in a sentence, for people
+    record  their entry in the record of a result
+    note    a sentence for people
     """
 
     record: dict[str, object]
@@ -63,19 +61,19 @@ class Padding(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """What a source holds.
+    """The content of a source.
 
     repo, revision  Hub repository and commit; None for a folder or a file
-    config          config.json, or {} where there is none
+    config          config.json, or {} without one
     shards          headers, in the order of their names
-    sidecars        files beside the weights that travel unchanged, relative to the source
-    left_out        files that are weights in another form and stay behind
-    unindexed       tensors that the index, where there is one, does not name
-    stamps          per shard and sidecar a word that changes when its bytes may have (for resuming;
+    sidecars        files beside the weights that are copied, relative to the source
+    left_out        weights in another form, which are not copied
+    unindexed       tensors that the index lacks
+    stamps          a word for each shard and sidecar that changes with its bytes (for resuming;
                     part of no digest)
-    components      of a Diffusers pipeline: folders that are checkpoints of their own; then there
-                    are no shards, and the sidecars are everything outside these folders
-    padding         zeros that were added to the stored tensors; None for none
+    components      folders of a Diffusers pipeline that are checkpoints of their own; then there
+                    are no shards, and the sidecars are all files outside these folders
+    padding         zeros added to the stored tensors
     """
 
     repo: str | None
@@ -101,8 +99,10 @@ class Checkpoint(NamedTuple):
 class Source(Protocol):
     """A checkpoint and the bytes behind it.
 
-    name         what a person calls it: the last part of its path
-    is_streamed  True where bytes come best in the order of the file
+    Methods with a body suit a disk, which owes no proof and holds no memory of ours.
+
+    name         the last part of its path
+    is_streamed  bytes come best in the order of the file
     """
 
     name: str
@@ -113,19 +113,13 @@ class Source(Protocol):
         """Return the bytes of one tensor, read-only."""
 
     def read_range(self, ref: TensorRef, start: int, stop: int) -> memoryview:
-        """Return bytes start..stop-1 of one tensor, read-only.
-
-        No others are fetched for it, but ahead of it in a stream.
-        """
+        """Return bytes start..stop-1 of one tensor, read-only."""
 
     def read_into(self, ref: TensorRef, start: int, buffer: memoryview) -> None:
-        """Fill the buffer with the bytes of one tensor from `start` on.
-
-        Raises  SourceError where they are gone
-        """
+        """Fill the buffer with the bytes of one tensor from `start` on."""
 
     def has_file(self, file: str) -> bool:
-        """Tell whether the source's folder holds that file."""
+        """Return whether the source's folder holds that file."""
 
     def open_file(self, file: str) -> BinaryIO:
         """Open a file of the source for reading."""
@@ -134,58 +128,52 @@ class Source(Protocol):
         """Return the size of a file of the source."""
 
     def check_unchanged(self, shard: str) -> None:
-        """Raise SourceError where a shard is not what it was.
-
-        Written, replaced or removed since its header was read.
-        """
+        """Raise SourceError if a shard changed since its header was read."""
 
     def proving(self, shards: Collection[str]) -> AbstractContextManager[None]:
-        """Prove at the end what was read of shards outside of `stream`.
+        """Prove at the end all that was read of shards outside of `stream`.
 
-        Before and meanwhile; reads those whole of which no hash covers that.
+        Reads a shard whole if no hash covers that.
 
-        Raises  SourceError at the end where a shard has not what was read of it
+        Raises  SourceError at the end for bytes that the shard does not hold
         """
+        return nullcontext()
 
     def distrust(self) -> None:
-        """Read again what no hash has covered yet, when it is asked for next."""
+        """Forget bytes that no hash covers: the next read fetches them again."""
 
     def holds(self, path: Path) -> bool:
-        """Tell whether a path is the source's folder or inside it.
-
-        For a single file: whether it is the folder of that file.
-        """
+        """Return whether a path is in the source's folder, or a file's folder."""
 
     def stream(self, file: str) -> AbstractContextManager[None]:
         """Bring a shard while all of its tensors are read.
 
-        Raises  SourceError at the end where its bytes were not the right ones
+        Raises  SourceError at the end for a wrong hash
         """
 
     def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
-        """Hold memory for so many bytes that are read more than once.
+        """Wait for, then hold, memory for bytes that are read more than once.
 
-        All of these tensors will be; the first is of the shard that is streamed for them.  Waits
-        until there is memory for them.
+        refs  these tensors; the first is of the shard that is streamed for them
         """
+        return nullcontext()
 
     def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
-        """Count the memory that is held of what is read.
+        """Return the most memory that reads hold; 0 if the system holds it.
 
-        groups   bytes of each scale group, in the order in which they are read; to be gone through
-                 once, for it may be an iterator
-        Returns  0 where the system holds it
+        groups  bytes of each scale group, in reading order; may be an iterator
         """
+        return 0
 
     def stop(self) -> None:
-        """Make reads in other threads fail soon; nothing is read after."""
+        """Make reads in other threads fail soon, for good."""
 
 
 @contextmanager
 def stopping(*sources: Source) -> Iterator[None]:
     """Stop the sources when an error ends the work early.
 
-    Enter it inside of what waits for the threads that read.
+    Enter it inside of the context that waits for reading threads.
     """
     try:
         yield
@@ -195,7 +183,96 @@ def stopping(*sources: Source) -> Iterator[None]:
         raise
 
 
-ASKED_AT_ONCE = 8  # of a Hub, where every answer takes its time
+class PaddedSource:
+    """A source with zeros behind rows and columns of its tensors.
+
+    config  with the new sizes
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        shapes: Mapping[str, tuple[int, ...]],
+        config: dict[str, object],
+        padding: Padding,
+    ) -> None:
+        self.name, self.is_streamed = source.name, source.is_streamed
+        self._source = source
+        self._stored = {ref.name: ref for ref in source.checkpoint.tensors if ref.name in shapes}
+        shards = tuple(
+            shard._replace(
+                tensors=tuple(
+                    ref._replace(shape=shapes.get(ref.name, ref.shape)) for ref in shard.tensors
+                ),
+            )
+            for shard in source.checkpoint.shards
+        )
+        checkpoint = source.checkpoint._replace(config=config, shards=shards)
+        self.checkpoint = checkpoint._replace(padding=padding)
+
+    def read(self, ref: TensorRef) -> memoryview:
+        return self.read_range(ref, 0, ref.nbytes)
+
+    def read_range(self, ref: TensorRef, start: int, stop: int) -> memoryview:
+        """Return bytes of a tensor; the source reads whole stored rows only."""
+        stored = self._stored.get(ref.name)
+        if stored is None:
+            return self._source.read_range(ref, start, stop)
+        import numpy as np
+
+        rows = stored.shape[0]
+        own, width = stored.nbytes // rows, ref.nbytes // ref.shape[0]
+        first, last = start // width, -(-stop // width)
+        values = np.zeros((last - first, width), np.uint8)
+        there = min(last, rows) - first
+        if there > 0:
+            data = self._source.read_range(stored, first * own, (first + there) * own)
+            values[:there, :own] = np.frombuffer(data, np.uint8).reshape(there, own)
+        part = values.reshape(-1)[start - first * width : stop - first * width]
+        part.flags.writeable = False
+        return part.data
+
+    def read_into(self, ref: TensorRef, start: int, buffer: memoryview) -> None:
+        if ref.name in self._stored:
+            buffer[:] = self.read_range(ref, start, start + buffer.nbytes)
+        else:
+            self._source.read_into(ref, start, buffer)
+
+    def has_file(self, file: str) -> bool:
+        return self._source.has_file(file)
+
+    def open_file(self, file: str) -> BinaryIO:
+        return self._source.open_file(file)
+
+    def file_nbytes(self, file: str) -> int:
+        return self._source.file_nbytes(file)
+
+    def check_unchanged(self, shard: str) -> None:
+        self._source.check_unchanged(shard)
+
+    def proving(self, shards: Collection[str]) -> AbstractContextManager[None]:
+        return self._source.proving(shards)
+
+    def distrust(self) -> None:
+        self._source.distrust()
+
+    def holds(self, path: Path) -> bool:
+        return self._source.holds(path)
+
+    def stream(self, file: str) -> AbstractContextManager[None]:
+        return self._source.stream(file)
+
+    def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
+        return self._source.room_for(nbytes, [self._stored.get(ref.name, ref) for ref in refs])
+
+    def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
+        return self._source.held_nbytes(groups, at_once)
+
+    def stop(self) -> None:
+        self._source.stop()
+
+
+ASKED_AT_ONCE = 8  # requests to a Hub, which answers slowly
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
@@ -203,10 +280,9 @@ Answer = TypeVar("Answer")
 def read_each(
     source: Source, read: Callable[[Item], Answer], items: Iterable[Item], threads: int = 1
 ) -> list[Answer]:
-    """Return what `read` gives for each item, in their order.
+    """Return `read(item)` for each item in order; run several for a Hub.
 
-    read     reads from the source; from a Hub, several at once
-    threads  at least so many at once, where `read` computes, too
+    threads  at least so many at once, if `read` also computes
     """
     if source.is_streamed:
         threads = max(threads, ASKED_AT_ONCE)
@@ -219,17 +295,14 @@ def read_each(
 
 
 def prove_all(source: Source) -> None:
-    """Raise SourceError where a shard has not what was read of it."""
+    """Raise SourceError if bytes that were read are not those of the shards."""
     with stopping(source), source.proving([shard.file for shard in source.checkpoint.shards]):
         pass
 
 
 @contextmanager
 def refusing(source: Source | None) -> Iterator[None]:
-    """Prove what was read before it is refused: it may have come damaged.
-
-    Raises  SourceError instead of an InputError from within, where it did
-    """
+    """Turn an InputError from damaged bytes into a SourceError."""
     try:
         yield
     except InputError:
@@ -240,13 +313,13 @@ def refusing(source: Source | None) -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep Python from looking for cycles in the meantime.
+    """Turn Python's collection of cycles off in the meantime.
 
-    It would go through the many objects of headers and plans again and again: at Python's own
-    threshold, which programs that use the package have, a third of the time.  The command line has
-    a higher one (__main__.py), but a large checkpoint makes more objects than that, many times.
-    Afterwards every object of the process counts as old, those of the program that called too: its
-    garbage in cycles waits for a full collection.
+    It would visit the many objects of headers and plans again and again: a third of the time at
+    Python's own threshold.  The command line has a higher one (__main__.py), which a large
+    checkpoint passes many times, too.
+    Afterwards every object of the process counts as old, also the caller's: its garbage in cycles
+    waits for a full collection.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -255,17 +328,14 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             if not gc.get_freeze_count():
-                # All that is there counts as old: else it would be gone through at once.
+                # All objects become old: else the next collection would visit them at once.
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
 
 
 def subfolder_of(access: Access) -> str:
-    """Return the subfolder as a path below the source, "" for none.
-
-    Raises  InputError where it leads out
-    """
+    """Return the subfolder as a path below the source, "" for none."""
     parts = PurePosixPath((access.subfolder or "").strip("/")).parts
     if ".." in parts or "\0" in "".join(parts):
         found = f"--subfolder {access.subfolder}: not a path below the source"
@@ -275,10 +345,7 @@ def subfolder_of(access: Access) -> str:
 
 
 def read_whole(source: Source, file: str) -> bytes:
-    """Read a small file of a source.
-
-    Raises  InputError where it is not small
-    """
+    """Read a file of text of a source; raise InputError for a huge one."""
     if (nbytes := source.file_nbytes(file)) > TEXT_LIMIT:
         detail = f"{file} has {nbytes:,} bytes; expected at most {TEXT_LIMIT:,} bytes of text"
         raise InputError("too-large", detail)
@@ -287,7 +354,7 @@ def read_whole(source: Source, file: str) -> bytes:
 
 
 def stored_float(source: Source, ref: TensorRef) -> float | None:
-    """Read the positive number in a tensor of one float; None for others."""
+    """Return the positive number in a tensor of one float, else None."""
     if ref.elements != 1 or ref.dtype not in ("F32", "BF16", "F16"):
         return None
     stored = source.read_range(ref, 0, ref.nbytes).tobytes()
@@ -299,7 +366,7 @@ def stored_float(source: Source, ref: TensorRef) -> float | None:
 def name_of(reference: str) -> str:
     """Return the last part of a source's path or name on the Hub.
 
-    Of a snapshot in the Hub's cache, models--ORG--NAME/snapshots/COMMIT, it is NAME.
+    In the Hub's cache, models--ORG--NAME/snapshots/COMMIT, it is NAME.
     """
     path = Path(reference)
     try:
@@ -308,35 +375,27 @@ def name_of(reference: str) -> str:
         place = path.resolve()
         is_cached = place.parent.name == "snapshots" and CACHED.fullmatch(place.parents[1].name)
         return is_cached[1] if is_cached else place.name
-    except (OSError, ValueError, RuntimeError):  # no path at all, which open_source tells
+    except (OSError, ValueError, RuntimeError):  # no path: open_source reports it
         return path.name
 
 
 def find_cached(place: Path) -> Path | None:
-    """Find the repository of the Hub's cache that a place lies in, if any."""
+    """Return the repository folder of the Hub's cache around a path, if any."""
     try:
-        parents = place.resolve().parents
-        return next(
-            (
-                each
-                for each in parents
-                if CACHED.fullmatch(each.name) and (each / "snapshots").is_dir()
-            ),
-            None,
-        )
-    except (OSError, RuntimeError):  # no path at all, or a current folder that is gone
-        return None
+        for parent in place.resolve().parents:
+            if CACHED.fullmatch(parent.name) and (parent / "snapshots").is_dir():
+                return parent
+    except (OSError, RuntimeError):  # no path, or the current folder is gone
+        pass
+    return None
 
 
 def commit_begun(output: Path | None, repo: str) -> str | None:
-    """Return the commit that an output was begun from, if any.
-
-    repo  the repository that it must be of
-    """
+    """Return the commit of the plan in an output, if it is of that repository."""
     try:
         plan = json.loads(read_text_file(output / PLAN_FILE)) if output else {}
         if not output or plan["source"]["repo"] != repo:
             return None
         return str(plan["source"]["revision"])
     except (OSError, *MISSHAPEN):
-        return None  # no plan, or a damaged one, which open_output judges
+        return None  # no plan, or a damaged one: open_output judges it

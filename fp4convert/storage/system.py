@@ -1,11 +1,9 @@
-"""Ask the system for what not every system offers alike.
+"""Call the system for files where systems differ; process.py has the rest.
 
-Reads and writes at a place, flags of files, free room, open files; process.py has the rest.
-
-Elsewhere these are the system's own calls.  Windows has no pread, preadv and pwrite, so there a
-file's place is moved under a lock; it opens files as text unless it is told not to; and it knows no
-flag that refuses links, so that a link is looked for before.  tests/storage/test_system.py runs
-conversions without all that Windows lacks; on Windows itself nothing was run.
+Windows has no pread, preadv and pwrite: there a lock guards the file's position.  It opens files as
+text by default, and has no flag against links: there a check precedes the open.
+tests/storage/test_system.py runs conversions without the calls that Windows lacks; nothing was run
+on Windows itself.
 """
 
 from __future__ import annotations
@@ -19,30 +17,24 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
-AS_BYTES: int = getattr(os, "O_BINARY", 0)  # Windows alone: no line ends are turned
+AS_BYTES: int = getattr(os, "O_BINARY", 0)  # Windows: keep line ends
 _NOT_A_LINK: int = getattr(os, "O_NOFOLLOW", 0)
-_AT_ONCE: int = getattr(os, "O_NONBLOCK", 0)  # a pipe is not waited for
+_AT_ONCE: int = getattr(os, "O_NONBLOCK", 0)  # do not wait for a pipe
 _LINK_ERROR = "is a link"
 _WRITE_NOW = 2  # Linux: SYNC_FILE_RANGE_WRITE
-_FEW_FILES = 512  # that C's functions open on Windows at most
-_place = threading.Lock()  # of a file whose place is moved
+_FEW_FILES = 512  # limit of C's functions on Windows
+_place = threading.Lock()  # guards the position of a file
 
 
 def open_no_link(path: Path, flags: int) -> int:
-    """Open a file that is no link, without waiting for a pipe.
-
-    Raises  OSError
-    """
+    """Open a file, but no link; do not wait for a pipe."""
     if not _NOT_A_LINK and os.path.islink(path):
         raise OSError(_LINK_ERROR)
     return os.open(path, flags | _NOT_A_LINK | _AT_ONCE | AS_BYTES, 0o666)
 
 
 def check_writable(folder: Path) -> None:
-    """Check that files can be made in a folder.
-
-    Raises  OSError that says whether the whole disk, or the folder, is closed to us
-    """
+    """Raise OSError for a folder without write access or a read-only disk."""
     if os.access(folder, os.W_OK | os.X_OK):
         return
     is_closed = hasattr(os, "statvfs") and os.statvfs(folder).f_flag & os.ST_RDONLY
@@ -51,7 +43,7 @@ def check_writable(folder: Path) -> None:
 
 
 def read_into_at(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fill a buffer from a place; return the bytes that were there."""
+    """Fill a buffer from an offset; return the count of bytes read."""
     if hasattr(os, "preadv"):
         return os.preadv(fd, [buffer], offset)
     data = read_at(fd, buffer.nbytes, offset)
@@ -60,7 +52,7 @@ def read_into_at(fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def read_at(fd: int, nbytes: int, offset: int) -> bytes:
-    """Read so many bytes from a place, or what is there of them."""
+    """Read at most so many bytes from an offset."""
     if hasattr(os, "pread"):
         return os.pread(fd, nbytes, offset)
     with _place:
@@ -69,7 +61,7 @@ def read_at(fd: int, nbytes: int, offset: int) -> bytes:
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> int:
-    """Write to a place; return how many bytes were written."""
+    """Write at an offset; return the count of bytes written."""
     if hasattr(os, "pwrite"):
         return os.pwrite(fd, data, offset)
     with _place:
@@ -78,10 +70,9 @@ def write_at(fd: int, data: memoryview, offset: int) -> int:
 
 
 def begin_flush(fd: int, start: int, nbytes: int) -> None:
-    """Have the disk begin with these bytes, where it can be told.
+    """Start writing bytes to the disk without waiting, if the system can.
 
-    Nothing waits for them, unless the disk has more to do than it can note down; a later fsync
-    tells what failed.
+    A later fsync reports failures.
     """
     if begin := _sync_file_range():
         begin(fd, start, nbytes, _WRITE_NOW)
@@ -89,7 +80,7 @@ def begin_flush(fd: int, start: int, nbytes: int) -> None:
 
 @cache
 def _sync_file_range() -> Callable[[int, int, int, int], object] | None:
-    """Return Linux's function; None elsewhere."""
+    """Return Linux's function, or None."""
     import ctypes
 
     begin = getattr(ctypes.CDLL(None), "sync_file_range", None) if os.name == "posix" else None
@@ -99,15 +90,12 @@ def _sync_file_range() -> Callable[[int, int, int, int], object] | None:
 
 
 def free_nbytes(folder: Path) -> int:
-    """Count the bytes that a disk has for this user.
-
-    Raises  OSError
-    """
+    """Return the free bytes of a disk for this user."""
     return shutil.disk_usage(folder).free
 
 
 def most_files() -> int:
-    """Count the files that this process may have open; 0 for any number."""
+    """Return the limit of open files of this process; 0 for none."""
     try:
         import resource
     except ImportError:

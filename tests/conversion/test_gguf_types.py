@@ -15,7 +15,7 @@ from checkpoints import done, run, write_llama
 from gguf.quants import dequantize, quantize
 from gguf_donors import Arrays, model, write_donor
 
-from fp4convert.storage.gguf_types import encode_q8_0
+from fp4convert.storage.gguf import encode_q8_0
 
 MODULES = 7
 WIDE = 256  # columns of a block of Q4_K and its kin

@@ -12,7 +12,7 @@ from gguf_donors import model, write_donor
 import fp4convert
 
 OF_LOOKING = ("--revision=v1", "--token=hf_mine")  # what commands have that only look
-OF_ALL = (*OF_LOOKING, "--memory=2", "--transport=xet")
+OF_ALL = (*OF_LOOKING, "--memory=2")
 LOOKING = ("inspect", "verify", "compare")
 
 
@@ -63,7 +63,7 @@ def test_of_every_command(words, places):
 def test_they_are_taken_for_what_is_on_the_hub(places, hub):
     hub.add("org/m", places / "M")
     hub.add("org/q", places / "Q")
-    asked = ("--memory=2", "--transport=http", "--token=", "--revision=main")
+    asked = ("--memory=2", "--token=", "--revision=main")
     assert run("quantize", "org/m", "--format", "nvfp4", "-o", "out", *asked).code == 0
     assert run("inspect", "org/q", "--revision=main").code == 0
     assert run("verify", "org/q", "--source", "M", "--revision=main").code == 0

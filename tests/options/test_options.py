@@ -24,7 +24,6 @@ from fp4convert.recipes.options import _folded, declared_in
         ("method", "AWQ", "awq"),
         ("scale_rule", "four_over_six", "four-over-six"),
         ("kv_cache", "FP8_E4M3", "fp8"),
-        ("transport", "XET", "xet"),
         ("stack_order", "out-in", "out_in"),
         ("format", "nvpf4", "nvpf4"),
     ],

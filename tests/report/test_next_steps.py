@@ -178,7 +178,6 @@ RARE = [
     ("repo-name", options("--push-to-hub", "no name"), "--push-to-hub ORG/NAME"),
     ("no-source", lambda folder: ["./nothing/here/at/all"], "typing error"),
     ("no-source", lambda folder: ["x" * 5000], "typing error"),
-    ("transport", lambda folder: ["org/name", "--transport", "pigeon"], "Choose http or xet"),
     ("no-weights", empty, "hf download ORG/NAME"),
     ("index", index('{"weight_map": {}}'), "Download the index"),
     ("index", index('{"weight_map": {"a": 3}}'), "Download the index"),

@@ -39,7 +39,6 @@ HOMES = {
     "cupy": ("numerics.backends.",),
     "cupy_backends": ("numerics.backends.",),
     "huggingface_hub": ("storage.hub.", "storage.source", "storage.open", "report.model_card"),
-    "hf_xet": ("storage.hub.xet",),
     "urllib3": ("storage.hub.",),
     "safetensors": ("storage.shard_writer",),
     "gguf": ("storage.gguf",),

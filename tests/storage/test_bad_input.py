@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 
+import numpy as np
 import pytest
 from bad_checkpoints import CASES, CONFIG, O_PROJ, Case, beginning
 from checkpoints import (
@@ -24,6 +25,7 @@ from checkpoints import (
     write_single,
 )
 
+NVFP4 = ("--format", "nvfp4")
 NAMED = {case.name: case for case in CASES}
 SPECIAL = ("shard_is_fifo",)  # would hang a careless reader: run as processes that can be killed
 
@@ -63,9 +65,7 @@ def test_refused_before_anything_is_written(case: Case, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", [*SPECIAL, "header_len_101MB_ok_size", "pickle_bin_only"])
 def test_refused_by_the_installed_command_without_hanging(name, tmp_path):
     out = tmp_path / "out"
-    outcome = run_alone(
-        "quantize", NAMED[name].write(tmp_path), "--format", "nvfp4", "-o", out, "--json"
-    )
+    outcome = run_alone("quantize", NAMED[name].write(tmp_path), *NVFP4, "-o", out, "--json")
     check_refused(outcome, out, NAMED[name].say)
     assert "Traceback" not in outcome.err
 
@@ -78,14 +78,14 @@ def test_a_pipe_anywhere_in_the_source_is_refused_without_hanging(file, tmp_path
     (source / file).parent.mkdir(exist_ok=True)
     (source / file).unlink(missing_ok=True)
     os.mkfifo(source / file)
-    outcome = run_alone("quantize", source, "--format", "nvfp4", "-o", out, "--json")
+    outcome = run_alone("quantize", source, *NVFP4, "-o", out, "--json")
     check_refused(outcome, out, "not a regular file")
 
 
 @pytest.mark.parametrize("file", ["config.json", "quantization_config.json", "model.safetensors"])
 def test_a_pipe_in_an_artifact_does_not_hang_inspect(file, tmp_path):
     source, out = write_single(tmp_path / "source", {O_PROJ: weight()}), tmp_path / "out"
-    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    assert run("quantize", source, *NVFP4, "-o", out).code == 0
     (out / file).unlink()
     os.mkfifo(out / file)
     outcome = run_alone("inspect", out, "--json")
@@ -112,9 +112,8 @@ def test_converted_with_nothing_lost_in_silence(case: Case, tmp_path, monkeypatc
         assert after[name] == before[name]
         assert steps[name]["action"] in ("copy", "skip")
         assert case.say in steps[name]["reason"]
-    assert {name for name, step in steps.items() if step["action"] == "quantize"} == set(
-        before
-    ) - set(case.kept)
+    quantized = {name for name, step in steps.items() if step["action"] == "quantize"}
+    assert quantized == set(before) - set(case.kept)
     assert outcome.json["tensors"]["quantized"] == len(before) - len(case.kept)
     assert not (tmp_path / "PWNED").exists()
 
@@ -124,11 +123,8 @@ def test_doubts_are_warnings(case: Case, tmp_path):
     source, out = case.write(tmp_path), tmp_path / "out"
     outcome = run("quantize", source, "--format", case.format, "-o", out, "--dry-run", "--json")
     if case.say:
-        assert any(case.say in warning for warning in outcome.json["warnings"])
-        assert (
-            f"warning: {''.join(w for w in outcome.json['warnings'] if case.say in w)}"
-            in outcome.err
-        )
+        (warning,) = (each for each in outcome.json["warnings"] if case.say in each)
+        assert f"warning: {warning}" in outcome.err
 
 
 @pytest.mark.sweep(3)
@@ -158,13 +154,13 @@ NAME_CASES = [
 def test_names_reach_the_artifact_and_never_act_on_a_terminal(case: Case, tmp_path):
     source, out = case.write(tmp_path), tmp_path / "out"
     commands = (
-        ("quantize", source, "--format", "nvfp4", "-o", out, "--dry-run"),
-        ("quantize", source, "--format", "nvfp4", "-o", out),
-        ("quantize", source, "--format", "nvfp4", "-o", out),
+        ("quantize", source, *NVFP4, "-o", out, "--dry-run"),
+        ("quantize", source, *NVFP4, "-o", out),
+        ("quantize", source, *NVFP4, "-o", out),
         ("inspect", out),
         ("verify", out, "--source", source),
         ("verify", out, "--source", source, "--min-sqnr", "300"),
-        ("quantize", out, "--format", "nvfp4", "-o", tmp_path / "again"),
+        ("quantize", out, *NVFP4, "-o", tmp_path / "again"),
     )
     for command in commands:
         for extra in ((), ("--json",)):
@@ -181,10 +177,10 @@ def test_names_reach_the_artifact_and_never_act_on_a_terminal(case: Case, tmp_pa
 
 def test_markup_is_printed_as_it_is(tmp_path):
     source, out = NAMED["name_rich_markup"].write(tmp_path), tmp_path / "out"
-    planned = run("quantize", source, "--format", "nvfp4", "-o", out, "--dry-run")
+    planned = run("quantize", source, *NVFP4, "-o", out, "--dry-run")
     assert "[bold red]x[/bold red][link=file:///etc/passwd]y[/link]" in planned.out
     assert "[/nope]" in planned.out
-    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    assert run("quantize", source, *NVFP4, "-o", out).code == 0
     gated = run("verify", out, "--source", source, "--min-sqnr", "300")
     assert gated.code == 6
     assert "[bold red]x[/bold red][link=file:///etc/passwd]y[/link].weight" in gated.out
@@ -192,16 +188,15 @@ def test_markup_is_printed_as_it_is(tmp_path):
 
 def test_a_control_character_is_shown_escaped(tmp_path):
     source, out = NAMED["name_ansi_escape"].write(tmp_path), tmp_path / "out"
-    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    assert run("quantize", source, *NVFP4, "-o", out).code == 0
     assert r"\x1b[31mRED\x1b]0;pwned\x07.weight" in run("verify", out, "--source", source).out
 
 
 def excludes(next_step: str) -> list[str]:
     """The --exclude options of a next step, as a shell would read them."""
     words = shlex.split(next_step)
-    return [
-        word for at, word in enumerate(words) if "--exclude" in (word, words[at - 1] if at else "")
-    ]
+    pairs = zip(words, ["", *words], strict=False)
+    return [word for word, before in pairs if "--exclude" in (word, before)]
 
 
 def check_completes(source, out, outcome, bad: set[str]) -> None:
@@ -218,7 +213,7 @@ def check_completes(source, out, outcome, bad: set[str]) -> None:
     assert options.count("--exclude") == len(bad)
     if len(read_folder(source)) == len(bad):
         return  # nothing would be left to quantize
-    again = run("quantize", source, "--format", "nvfp4", "-o", out, "--json", *options)
+    again = run("quantize", source, *NVFP4, "-o", out, "--json", *options)
     assert again.code == 0, again.err
     before, after = read_folder(source), read_folder(out)
     for name in bad:
@@ -237,27 +232,19 @@ def test_unsound_weights_end_with_the_command_that_completes_the_run(case: Case,
 
 def test_every_unsound_tensor_is_listed_after_the_sound_shards_are_finished(tmp_path):
     nan = ("BF16", (16, 64), b"\xc0\x7f" + bf16(16, 64)[2:])
-    names = [
-        f"model.layers.{layer}.self_attn.{leaf}.weight"
-        for layer in (0, 1)
-        for leaf in ("q_proj", "k_proj", "v_proj")
-    ]
+    layers = ("model.layers.0", "model.layers.1")
+    names = [f"{layer}.self_attn.{leaf}_proj.weight" for layer in layers for leaf in "qkv"]
+    down = f"{layers[0]}.mlp.down_proj.weight"
     shards = {
-        FIRST: {
-            names[0]: nan,
-            names[1]: nan,
-            names[2]: weight(),
-            "model.layers.0.mlp.down_proj.weight": nan,
-        },
+        FIRST: {names[0]: nan, names[1]: nan, names[2]: weight(), down: nan},
         SECOND: {names[3]: weight(1), names[4]: weight(2), names[5]: nan},
         "sound.safetensors": {"model.layers.2.mlp.down_proj.weight": weight(3)},
     }
     source, out = write_checkpoint(tmp_path / "source", shards), tmp_path / "out"
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", out, "--json")
+    outcome = run("quantize", source, *NVFP4, "-o", out, "--json")
     assert (out / "sound.safetensors").exists()
     assert not (out / FIRST).exists()
-    bad = {names[0], names[1], names[5], "model.layers.0.mlp.down_proj.weight"}
-    check_completes(source, out, outcome, bad)
+    check_completes(source, out, outcome, {names[0], names[1], names[5], down})
     assert "sound" not in outcome.json["error"]["message"]
 
 
@@ -266,26 +253,18 @@ def test_every_unsound_tensor_is_listed_after_the_sound_shards_are_finished(tmp_
 )
 def test_the_exclude_that_is_offered_fits_any_name(module, tmp_path):
     nan = ("BF16", (16, 64), b"\xc0\x7f" + bf16(16, 64)[2:])
-    source, out = (
-        write_single(tmp_path / "source", {f"{module}.weight": nan, O_PROJ: weight()}),
-        tmp_path / "out",
-    )
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", out, "--json")
+    tensors = {f"{module}.weight": nan, O_PROJ: weight()}
+    source, out = write_single(tmp_path / "source", tensors), tmp_path / "out"
+    outcome = run("quantize", source, *NVFP4, "-o", out, "--json")
     check_completes(source, out, outcome, {f"{module}.weight"})
 
 
 def test_the_first_unsound_value_is_counted_and_placed(tmp_path):
-    source = write_single(tmp_path / "source", {O_PROJ: ("F32", (4, 64), unsound_fp32())})
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")
-    assert re.search(rf"{re.escape(O_PROJ)} has 3 .*NaN.*\[2, 5\]", outcome.err)
-
-
-def unsound_fp32() -> bytes:
-    import numpy as np
-
     values = np.ones((4, 64), np.float32)
     values[2, 5], values[2, 6], values[3, 0] = np.nan, np.inf, -np.inf
-    return values.tobytes()
+    source = write_single(tmp_path / "source", {O_PROJ: ("F32", (4, 64), values.tobytes())})
+    outcome = run("quantize", source, *NVFP4, "-o", tmp_path / "out")
+    assert re.search(rf"{re.escape(O_PROJ)} has 3 .*NaN.*\[2, 5\]", outcome.err)
 
 
 @pytest.mark.parametrize(
@@ -293,31 +272,22 @@ def unsound_fp32() -> bytes:
     [
         (("weight_packed", "weight_scale"), "U8", "already quantized"),
         (("weight", "weight_scale_2"), "U8", "already quantized"),
-        (
-            ("weight", "weight_scale_inv"),
-            "F8_E4M3",
-            "weight_scale_inv is F8_E4M3 [8, 8] for codes of [8, 8]",
-        ),
+        (("weight", "weight_scale_inv"), "F8_E4M3", "is F8_E4M3 [8, 8] for codes of [8, 8]"),
         (("qweight", "qzeros"), "I32", "already quantized"),
     ],
 )
 def test_packed_tensors_that_nothing_explains_are_refused(names, dtype, say, tmp_path):
     nbytes = 4 if dtype == "I32" else 1
-    tensors = {
-        f"model.layers.0.mlp.down_proj.{name}": (dtype, (8, 8), bytes(64 * nbytes))
-        for name in names
-    }
+    tensor = (dtype, (8, 8), bytes(64 * nbytes))
+    tensors = {f"model.layers.0.mlp.down_proj.{name}": tensor for name in names}
     source, out = write_single(tmp_path / "source", tensors), tmp_path / "out"
-    check_refused(run("quantize", source, "--format", "nvfp4", "-o", out, "--json"), out, say)
+    check_refused(run("quantize", source, *NVFP4, "-o", out, "--json"), out, say)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_our_own_artifact_is_a_source_whose_blocks_are_taken_over(format, tmp_path):
-    source, artifact, out = (
-        write_single(tmp_path / "s", {O_PROJ: weight()}),
-        tmp_path / "a",
-        tmp_path / "out",
-    )
+    source = write_single(tmp_path / "s", {O_PROJ: weight()})
+    artifact, out = tmp_path / "a", tmp_path / "out"
     assert run("quantize", source, "--format", format, "-o", artifact).code == 0
     again = run("quantize", artifact, "--format", format, "-o", out, "--json")
     assert (again.code, again.json["tensors"]["transcoded"]) == (0, 1)
@@ -326,56 +296,51 @@ def test_our_own_artifact_is_a_source_whose_blocks_are_taken_over(format, tmp_pa
 
 def test_a_stack_that_nobody_tells_of_names_the_options_that_tell(tmp_path):
     source, out = NAMED["tensor_3d_experts"].write(tmp_path), tmp_path / "out"
-    error = run("quantize", source, "--format", "nvfp4", "-o", out, "--json").json["error"]
-    assert (error["code"], error["tensor"]) == (
-        "unknown-stack",
-        "model.layers.0.mlp.experts.gate_up_proj",
-    )
+    error = run("quantize", source, *NVFP4, "-o", out, "--json").json["error"]
+    assert error["code"] == "unknown-stack"
+    assert error["tensor"] == "model.layers.0.mlp.experts.gate_up_proj"
     assert "--stack-order out_in or in_out" in error["message"]
     assert "--stack-rows concatenated or interleaved" in error["message"]
     assert "--exclude '*experts*'" in error["next"]
     kept = read_folder(source)
     (source / "model.safetensors").write_bytes(pack_shard(kept | {O_PROJ: weight()}))
-    assert (
-        run("quantize", source, "--format", "nvfp4", "-o", out, "--exclude", "*experts*").code == 0
-    )
+    assert run("quantize", source, *NVFP4, "-o", out, "--exclude", "*experts*").code == 0
     assert kept.items() <= read_folder(out).items()
 
 
 def test_a_gguf_file_is_refused(tmp_path):
     path, out = tmp_path / "model.gguf", tmp_path / "out"
     path.write_bytes(b"GGUF\x03\0\0\0" + bytes(64))
-    check_refused(run("quantize", path, "--format", "nvfp4", "-o", out, "--json"), out, "GGUF")
+    check_refused(run("quantize", path, *NVFP4, "-o", out, "--json"), out, "GGUF")
 
 
 def test_an_index_that_names_model_safetensors_is_accepted(tmp_path):
     source, out = write_single(tmp_path / "source", {O_PROJ: weight()}), tmp_path / "out"
     index = {"metadata": {}, "weight_map": {O_PROJ: "model.safetensors"}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    assert run("quantize", source, *NVFP4, "-o", out).code == 0
 
 
 @pytest.mark.parametrize("lead", [b"\n", b"  \r\n\t"])
 def test_json_files_may_begin_with_white_space(lead, tmp_path):
-    source = write_checkpoint(
-        tmp_path / "source", {FIRST: {O_PROJ: weight()}, SECOND: {"y.weight": weight(1)}}
-    )
+    shards = {FIRST: {O_PROJ: weight()}, SECOND: {"y.weight": weight(1)}}
+    source = write_checkpoint(tmp_path / "source", shards)
     for file in ("config.json", "model.safetensors.index.json"):
         (source / file).write_bytes(lead + (source / file).read_bytes())
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out").code == 0
+    assert run("quantize", source, *NVFP4, "-o", tmp_path / "out").code == 0
 
 
 def test_a_link_that_leads_to_itself_is_refused(tmp_path):
     source, out = write_single(tmp_path / "source", {O_PROJ: weight()}), tmp_path / "out"
     (source / "vocab.json").symlink_to("vocab.json")
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", out, "--json")
+    outcome = run("quantize", source, *NVFP4, "-o", out, "--json")
     assert (outcome.code, out.exists()) == (2, False)
     assert "vocab.json" in outcome.json["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 5000, "a\0b"])
 def test_a_path_that_no_file_system_takes_is_bad_usage(name, tmp_path):
-    assert run("quantize", tmp_path / name, "--format", "nvfp4", "-o", tmp_path / "out").code == 2
+    assert run("quantize", tmp_path / name, *NVFP4, "-o", tmp_path / "out").code == 2
     assert run("inspect", tmp_path / name).code == 2
 
 
@@ -386,7 +351,7 @@ def test_an_outlier_costs_its_neighbours_and_nobody_else(tmp_path):
     source, out = write_single(tmp_path / "source", {}, None), tmp_path / "out"
     (source / "model.safetensors").write_bytes(beginning(3e38)["model.safetensors"])
     (source / "config.json").write_bytes(CONFIG)
-    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    assert run("quantize", source, *NVFP4, "-o", out).code == 0
     tensor = run("verify", out, "--source", source, "--json").json["tensors"][0]
     largest = abs(values_of(read_folder(source)[O_PROJ])).max()
     assert tensor["max_abs"] < largest / 100
@@ -408,8 +373,6 @@ def test_an_address_of_the_hub_that_is_none_is_refused_before_anything_is_loaded
     """huggingface_hub cannot even be imported then."""
     monkeypatch.setenv("HF_ENDPOINT", "http://me:secret@[")
     for source in ("org/m", write_single(tmp_path / "source", {O_PROJ: weight()})):
-        outcome = run_alone(
-            "quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json"
-        )
+        outcome = run_alone("quantize", source, *NVFP4, "-o", tmp_path / "out", "--json")
         assert (outcome.code, outcome.json["error"]["code"]) == (2, "endpoint")
         assert "secret" not in outcome.out + outcome.err

@@ -56,9 +56,7 @@ def sealed(file: Path, sha256: str = SHA256) -> str:
     clock.mkdir(exist_ok=True)
     found = seal(file, sha256, clock)
     if not found:
-        pytest.skip(
-            "this machine has no boot id, or its temporary files have times too coarse for seals"
-        )
+        pytest.skip("no boot id here, or temporary files whose times are too coarse for seals")
     return found
 
 
@@ -153,9 +151,8 @@ def out(source, tmp_path) -> Path:
     sealed_here.write_bytes(b"")
     sealed(sealed_here)
     for index in range(2):
-        assert (
-            quantize(source, tmp_path / "out", "--shard-index", index, "--num-shards", 2).code == 0
-        )
+        share = ("--shard-index", index, "--num-shards", 2)
+        assert quantize(source, tmp_path / "out", *share).code == 0
     return tmp_path / "out"
 
 
@@ -167,10 +164,8 @@ FILES = sorted([FIRST, SECOND, "tokenizer.json"])
 
 
 def test_parts_that_nothing_touched_are_not_read_again(source, out, read_again):
-    assert (
-        run("merge", out, "--json").json["digest"]
-        == quantize(source, out.with_name("alone")).json["digest"]
-    )
+    alone = quantize(source, out.with_name("alone"))
+    assert run("merge", out, "--json").json["digest"] == alone.json["digest"]
     assert quantize(source, out).code == 0
     assert read_again == []
     assert run("verify", out).code == 0
@@ -198,10 +193,8 @@ def test_a_byte_that_changed_behind_restored_times_is_found(source, out, read_ag
     change_a_byte(out / FIRST)
     refused = run("merge", out, "--json")
     assert (refused.code, refused.json["error"]["code"], read_again) == (5, "damaged", [FIRST])
-    assert (
-        quantize(source, out).json["digest"]
-        == quantize(source, out.with_name("alone")).json["digest"]
-    )
+    alone = quantize(source, out.with_name("alone"))
+    assert quantize(source, out).json["digest"] == alone.json["digest"]
 
 
 def test_a_record_whose_sha256_is_another_is_not_believed(source, out, read_again):

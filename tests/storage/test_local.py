@@ -13,7 +13,6 @@ from checkpoints import (
     LAYER,
     LLAMA,
     SECOND,
-    bf16,
     llama_shards,
     pack_shard,
     run,
@@ -36,18 +35,12 @@ def opened(path):
 def test_the_bytes_of_every_tensor_are_those_that_were_written(tmp_path):
     source = opened(write_llama(tmp_path / "m"))
     stored = {name: tensor for shard in llama_shards().values() for name, tensor in shard.items()}
-    assert {
-        ref.name: (ref.dtype, ref.shape, bytes(source.read(ref)))
-        for ref in source.checkpoint.tensors
-    } == stored
+    refs = source.checkpoint.tensors
+    assert {ref.name: (ref.dtype, ref.shape, bytes(source.read(ref))) for ref in refs} == stored
 
 
 def test_an_empty_tensor_and_an_unaligned_one_are_read(tmp_path):
-    tensors = {
-        "odd": ("U8", (1,), b"\7"),
-        "empty": ("BF16", (0, 64), b""),
-        "w": ("BF16", (32, 64), bf16(32, 64)),
-    }
+    tensors = {"odd": ("U8", (1,), b"\7"), "empty": ("BF16", (0, 64), b""), "w": weight()}
     source = opened(write_single(tmp_path / "m", tensors))
     assert {ref.name: bytes(source.read(ref)) for ref in source.checkpoint.tensors} == {
         name: data for name, (_, _, data) in tensors.items()
@@ -90,14 +83,8 @@ def test_sidecars_are_all_other_files_at_any_depth_but_hidden_ones(tmp_path):
 
 
 def test_weights_in_another_form_stay_behind(tmp_path):
-    files = {
-        "pytorch_model.bin": b"p",
-        "tf_model.h5": b"h",
-        "model.onnx": b"o",
-        "model.Q4.gguf": b"g",
-        "vocab.txt": b"v",
-    }
-    folder = write_llama(tmp_path / "m", **files)
+    files = ("pytorch_model.bin", "tf_model.h5", "model.onnx", "model.Q4.gguf")
+    folder = write_llama(tmp_path / "m", **dict.fromkeys((*files, "vocab.txt"), b"x"))
     copies = ["consolidated.00.pth", "model-00001-of-00002.safetensors"]
     copies = [f"original/{name}" for name in (*copies, "model.safetensors.index.json")]
     copies.append("onnx/model.onnx_data")
@@ -106,7 +93,7 @@ def test_weights_in_another_form_stay_behind(tmp_path):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"c")
     checkpoint = opened(folder).checkpoint
-    assert set(checkpoint.left_out) == {*files, *copies} - {"vocab.txt"}
+    assert set(checkpoint.left_out) == {*files, *copies}
     assert set(checkpoint.sidecars) == {"vocab.txt", *needed}
 
 
@@ -135,30 +122,22 @@ def test_one_file_is_a_checkpoint_with_nothing_beside_it_but_its_config(tmp_path
 
 
 def test_one_shard_of_several_is_opened_alone(tmp_path):
-    folder = write_checkpoint(
-        tmp_path / "m", {"a.safetensors": {"a": weight()}, "b.safetensors": {"b": weight(1)}}
-    )
+    shards = {"a.safetensors": {"a": weight()}, "b.safetensors": {"b": weight(1)}}
+    folder = write_checkpoint(tmp_path / "m", shards)
     assert [ref.name for ref in opened(folder / "b.safetensors").checkpoint.tensors] == ["b"]
 
 
 def cache(root, tensors):
     """models--org--name as the Hub's client lays it out; returns the snapshot."""
-    blobs, snapshot = (
-        root / "models--org--name" / "blobs",
-        root / "models--org--name" / "snapshots" / SNAPSHOT,
-    )
+    repository = root / "models--org--name"
+    blobs, snapshot = repository / "blobs", repository / "snapshots" / SNAPSHOT
     blobs.mkdir(parents=True)
     (snapshot / "sub").mkdir(parents=True)
-    contents = {
-        "model.safetensors": pack_shard(tensors),
-        "config.json": b"{}",
-        "sub/vocab.txt": b"v",
-    }
-    for number, (file, data) in enumerate(contents.items()):
-        (blobs / f"blob{number}").write_bytes(data)
-        (snapshot / file).symlink_to(
-            os.path.relpath(blobs / f"blob{number}", (snapshot / file).parent)
-        )
+    contents = {"model.safetensors": pack_shard(tensors), "config.json": b"{}"}
+    for number, (file, data) in enumerate({**contents, "sub/vocab.txt": b"v"}.items()):
+        blob, link = blobs / f"blob{number}", snapshot / file
+        blob.write_bytes(data)
+        link.symlink_to(os.path.relpath(blob, link.parent))
     return snapshot
 
 
@@ -249,10 +228,8 @@ def test_files_are_found_and_opened_by_name(tmp_path):
 def test_what_this_user_may_not_read_is_told(file, tmp_path, monkeypatch):
     folder = write_llama(tmp_path / "m", **{"tokenizer.json": b"{}"})
     (folder / "deep").mkdir()
-    forbidden = (
-        folder / file,
-        str(folder / file),
-    )  # root may read everything: the system's refusal is put on
+    # Root may read everything: the system's refusal is put on.
+    forbidden = (folder / file, str(folder / file))
 
     def refuse(real):
         def ask(path, *arguments, **options):
@@ -267,9 +244,8 @@ def test_what_this_user_may_not_read_is_told(file, tmp_path, monkeypatch):
         monkeypatch.setattr(os, name, refuse(getattr(os, name)))
     outcome = run("quantize", folder, "--format", "nvfp4", "-o", tmp_path / "q", "--json")
     error = outcome.json["error"]
-    assert (outcome.code, error["code"]) == (
-        (3, "source-unreadable") if file == "tokenizer.json" else (2, "unreadable")
-    )
+    expected = (3, "source-unreadable") if file == "tokenizer.json" else (2, "unreadable")
+    assert (outcome.code, error["code"]) == expected
     assert "Permission denied" in error["message"]
 
 
@@ -284,11 +260,8 @@ def test_what_goes_away_while_it_is_read_is_a_source_that_changed(file, harm, tm
     elif harm == "made a link to outside":
         (folder / file).symlink_to(tmp_path / "elsewhere")
     ref = next(ref for ref in source.checkpoint.tensors if ref.file == SECOND)
-    for read in (
-        (lambda: source.read(ref), lambda: source.read_range(ref, 0, 4))
-        if file == SECOND
-        else (lambda: source.open_file(file),)
-    ):
+    of_shard = (lambda: source.read(ref), lambda: source.read_range(ref, 0, 4))
+    for read in of_shard if file == SECOND else (lambda: source.open_file(file),):
         with pytest.raises(SourceError) as caught:
             read()
         assert caught.value.code == "source-changed"

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from fp4convert.errors import InputError
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import (
+    Header,
     SafetensorsFrame,
     read_header,
     read_one_by_one,
@@ -43,13 +44,7 @@ def test_a_small_file_typed_by_hand_is_read():
     header = header_of(SMALL)
     (ref,) = header.tensors
     assert (header.file, header.nbytes, header.frame) == ("x.safetensors", 66, SafetensorsFrame({}))
-    assert (ref.name, ref.dtype, ref.shape, ref.file, ref.start) == (
-        "a",
-        "U8",
-        (2,),
-        "x.safetensors",
-        64,
-    )
+    assert tuple(ref) == ("a", "U8", (2,), "x.safetensors", 64)
     assert (ref.elements, ref.nbytes) == (2, 2)
 
 
@@ -64,14 +59,17 @@ def test_what_safetensors_writes_is_read(tmp_path):
     data = path.read_bytes()
     header = header_of(data)
     assert header.frame == SafetensorsFrame({"format": "pt", "who": "é"})
-    found = {
-        ref.name: (ref.dtype, ref.shape, data[ref.start : ref.start + ref.nbytes])
-        for ref in header.tensors
-    }
-    assert found == {
+    assert contents(header, data) == {
         "b": ("F16", (2, 3), bytes(range(12))),
         "a": ("I64", (), bytes(range(8))),
         "c": ("U8", (0, 7), b""),
+    }
+
+
+def contents(header: Header, data: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    return {
+        ref.name: (ref.dtype, ref.shape, data[ref.start : ref.start + ref.nbytes])
+        for ref in header.tensors
     }
 
 
@@ -165,58 +163,13 @@ def test_json_objects_may_hold_the_constants_of_model_configs_where_asked():
         parse_json_object(text, "header")
 
 
-VALID = pack_shard(
-    {
-        "a": ("U8", (2, 2), b"\1\2\3\4"),
-        "b.weight": ("BF16", (1, 2), bytes(4)),
-        "c": ("F32", (), bytes(4)),
-    }
-)
+SOUND = {"a": ("U8", (2, 2), b"\1\2\3\4"), "b.weight": ("BF16", (1, 2), bytes(4))}
+VALID = pack_shard({**SOUND, "c": ("F32", (), bytes(4))})
 SNIPPETS = (
-    *(
-        "{",
-        "}",
-        "[",
-        "]",
-        ",",
-        ":",
-        '"',
-        "\\",
-        "0",
-        "1",
-        "-",
-        "4",
-        ".",
-        "e9",
-        " ",
-        "\n",
-        "\0",
-        "null",
-        "true",
-        "NaN",
-    ),
-    *(
-        '"a"',
-        '"a":',
-        "\\u0000",
-        "\\ud800",
-        "é",
-        "\x7f",
-        "18446744073709551616",
-        "1e400",
-        "-0",
-        "01",
-        '"shape"',
-        "U8",
-        "F4",
-    ),
-    *(
-        '"dtype":"U8",',
-        '"x":{"y":[]},',
-        '"__metadata__":{},',
-        '"__metadata__":null,',
-        '"shape":[4],',
-    ),
+    *'{}[],:"\\014-. \n\0\x7fé',
+    *("e9", "null", "true", "NaN", "-0", "01", "U8", "F4", "1e400", "18446744073709551616"),
+    *("\\u0000", "\\ud800", '"a"', '"a":', '"shape"', '"shape":[4],'),
+    *('"dtype":"U8",', '"x":{"y":[]},', '"__metadata__":{},', '"__metadata__":null,'),
 )
 
 
@@ -233,11 +186,8 @@ def mutated(draw) -> bytes:
         filled = draw(st.one_of(st.sampled_from(SNIPPETS).map(str.encode), st.binary(max_size=2)))
         text = text[:at] + filled + text[until:]
     lie = draw(st.sampled_from((0, 0, 0, 0, 1, -1)))
-    return (
-        pack_header(text, max(0, len(text) + lie))
-        + VALID[8 + length :]
-        + draw(st.sampled_from((b"", b"", b"\0")))
-    )
+    header = pack_header(text, max(0, len(text) + lie))
+    return header + VALID[8 + length :] + draw(st.sampled_from((b"", b"", b"\0")))
 
 
 NUMBERS = st.one_of(
@@ -250,27 +200,16 @@ DTYPES = st.sampled_from((*BITS, "u8", "F2", "", 8, None))
 def described(draw) -> bytes:
     """Headers of entries that are nearly right."""
     entries, end = {}, 0
-    for name in draw(
-        st.lists(
-            st.sampled_from(("a", "b", "", "__metadata__", "\ud83d\ude00")), max_size=3, unique=True
-        )
-    ):
+    known = st.sampled_from(("a", "b", "", "__metadata__", "\ud83d\ude00"))
+    for name in draw(st.lists(known, max_size=3, unique=True)):
         dtype, shape = draw(DTYPES), draw(st.lists(NUMBERS, max_size=3))
         is_countable = dtype in BITS and all(
             type(number) is int and 0 <= number < 16 for number in shape
         )
         nbytes = math.prod(shape) * BITS[dtype] // 8 if is_countable else 4
-        offsets = draw(
-            st.sampled_from(
-                (
-                    [end, end + nbytes],
-                    [end, end + nbytes],
-                    [0, nbytes],
-                    [end + 1, end + nbytes],
-                    [end],
-                )
-            )
-        )
+        right = [end, end + nbytes]
+        wrong = ([0, nbytes], [end + 1, end + nbytes], [end])
+        offsets = draw(st.sampled_from((right, right, *wrong)))
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
         if draw(st.booleans()):
             entries[name][draw(st.sampled_from(("x", "Shape")))] = draw(NUMBERS)
@@ -291,11 +230,7 @@ def check_no_laxer_than_safetensors(data: bytes) -> None:
     except InputError:
         return
     assert foreign is not None, "safetensors refuses it"
-    found = {
-        ref.name: (ref.dtype, ref.shape, data[ref.start : ref.start + ref.nbytes])
-        for ref in header.tensors
-    }
-    assert found == foreign
+    assert contents(header, data) == foreign
 
 
 @pytest.mark.parametrize("examples", [300, pytest.param(3000, marks=pytest.mark.slow)])
@@ -362,12 +297,10 @@ def test_what_safetensors_writes_is_looked_at_together(tmp_path):
     }
     save_file(tensors, tmp_path / "x", {"format": "pt", "who": "\u00e9"})
     assert check_both_roads_agree((tmp_path / "x").read_bytes())
-    assert check_both_roads_agree(
-        pack_header(b'{"b":%s,"a":%s}' % (entry(b"[4]", 0, 4), entry(b"[0]", 0, 0))) + bytes(4)
-    )
-    assert check_both_roads_agree(
-        pack_header(b'{"b" : %s ,\n"a":%s}' % (entry(b"[4]", 4, 8), entry(b"[4]", 0, 4))) + bytes(8)
-    )
+    empty = b'{"b":%s,"a":%s}' % (entry(b"[4]", 0, 4), entry(b"[0]", 0, 0))
+    assert check_both_roads_agree(pack_header(empty) + bytes(4))
+    spaced = b'{"b" : %s ,\n"a":%s}' % (entry(b"[4]", 4, 8), entry(b"[4]", 0, 4))
+    assert check_both_roads_agree(pack_header(spaced) + bytes(8))
 
 
 def entry(shape: bytes, begin: int, end: int) -> bytes:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from itertools import accumulate
 
 import pytest
 
@@ -87,33 +88,25 @@ def test_the_disk_begins_with_every_output_while_it_is_written(tmp_path, monkeyp
     end.
     """
     block, told = shard_writer.FLUSH_NBYTES, []
-    sizes = {
-        "a": 3 * block - 1,
-        "b": 2 * block,
-        "c": shard_writer.LEAST_FLUSH_NBYTES,
-        "d": shard_writer.LEAST_FLUSH_NBYTES - 1,
-    }
-    starts = [8 + sum(list(sizes.values())[:number]) for number in range(len(sizes) + 1)]
-    refs = [
-        TensorRef(name, "U8", (nbytes,), "m", at)
-        for (name, nbytes), at in zip(sizes.items(), starts, strict=False)
-    ]
+    least = shard_writer.LEAST_FLUSH_NBYTES
+    sizes = [3 * block - 1, 2 * block, least, least - 1]
+    starts = [*accumulate(sizes, initial=8)]
+    places = zip("abcd", sizes, starts, strict=False)
+    refs = [TensorRef(name, "U8", (nbytes,), "m", at) for name, nbytes, at in places]
     writer = ShardWriter(tmp_path / "m", bytes(8), refs, starts[-1])
-    monkeypatch.setattr(
-        shard_writer, "begin_flush", lambda fd, start, nbytes: told.append((start, nbytes))
-    )
+    note = lambda fd, start, nbytes: told.append((start, nbytes))  # noqa: E731
+    monkeypatch.setattr(shard_writer, "begin_flush", note)
     data = memoryview(bytes(block // 2 + 1))
     for ref in refs:
         for first in range(0, ref.nbytes, len(data)):
             before = len(told)
             writer.append(ref, data[: ref.nbytes - first])
-            assert all(
-                start + nbytes <= ref.start + first + len(data) for start, nbytes in told[before:]
-            )
+            end = ref.start + first + len(data)
+            assert all(start + nbytes <= end for start, nbytes in told[before:])
     first, second, third, _, _ = starts
     assert told == [
         *((first, block), (first + block, block), (first + 2 * block, block - 1)),
-        *((second, block), (second + block, block), (third, shard_writer.LEAST_FLUSH_NBYTES)),
+        *((second, block), (second + block, block), (third, least)),
     ]
     assert writer.finish() == hashlib.sha256(bytes(starts[-1])).hexdigest()
 

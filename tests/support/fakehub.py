@@ -148,16 +148,6 @@ class FakeHub:
         files = {path.relative_to(folder).as_posix(): read_file(path) for path in paths}
         return self.repos.setdefault(name, Repo({}, {}, is_gated, is_private)).commit(files)
 
-    def store_chunks(self, folder: Path, chunks: Path) -> None:
-        """Put the large files of a folder into a chunk storage, where hf_xet finds them."""
-        import hf_xet
-
-        self.chunks = f"local://{chunks}"
-        with hf_xet.XetSession().new_upload_commit(endpoint=self.chunks) as commit:
-            files = [path for path in folder.iterdir() if read_file(path).is_large]
-            started = {read_file(path).oid: commit.start_upload_file(str(path)) for path in files}
-        self.xet_names |= {oid: upload.result().xet_info.hash for oid, upload in started.items()}
-
     def fault(self, kind: str, **options: object) -> Fault:
         fault = Fault(kind, **options)  # type: ignore[arg-type]
         self.faults.append(fault)
@@ -367,13 +357,6 @@ class Hub(_Handler):
         path = unquote(urlsplit(self.path).path)
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             return self._list(match[1], match[2] or "main")
-        if re.fullmatch(r"/api/models/[^/]+/[^/]+/xet-read-token/[0-9a-f]{40}", path):
-            return self.answer(
-                200,
-                json.dumps(
-                    {"casUrl": self.fake.chunks, "accessToken": "x", "exp": 1 << 40}
-                ).encode(),
-            )
         if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path, re.DOTALL):
             return self._resolve(match[1], match[2], match[3])
         return self.answer(404)

@@ -10,6 +10,7 @@ from checkpoints import FIRST, SECOND, Outcome, run
 from fakehub import SIGNATURE, TOKEN, FakeHub
 
 from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.hub.http import RemoteFile
 
 NVFP4 = ("--format", "nvfp4", "--json")
 
@@ -32,14 +33,27 @@ def expect(hub: FakeHub, folder: Path, out: Path) -> str:
     record["source"] = {"repo": "org/m", "revision": hub.repos["org/m"].branches["main"]}
     (out / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
     files = [path for path in out.rglob("*") if path.is_file() and ".fp4convert" not in path.parts]
-    files = [
-        path for path in files if path not in (out / "README.md", out / "quantization_report.json")
-    ]
-    names = sorted(path.relative_to(out).as_posix() for path in files)
+    undigested = {"README.md", "quantization_report.json"}
+    names = sorted({path.relative_to(out).as_posix() for path in files} - undigested)
     lines = "".join(
         f"{hashlib.sha256((out / name).read_bytes()).hexdigest()}  {name}\n" for name in names
     )
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def remote_file(hub: FakeHub, name: str, repo: str = "org/m") -> RemoteFile:
+    """A file of the newest commit of a repository, for a RangeReader."""
+    commit = hub.repos[repo].branches["main"]
+    file = hub.repos[repo].commits[commit][name]
+    url = f"{hub.endpoint}/{repo}/resolve/{commit}/{name}"
+    return RemoteFile(name, url, file.nbytes, file.oid, commit)
+
+
+def damage(path: Path, at: int, bits: int = 1) -> None:
+    """Flip bits of a byte of a file, or of the file that a link leads to."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= bits
+    path.resolve().write_bytes(data)
 
 
 def cached(hub, folder, tmp_path, names):
@@ -53,11 +67,5 @@ def cached(hub, folder, tmp_path, names):
     return tmp_path / "cache" / "models--org--m"
 
 
-ALL_FILES = (
-    FIRST,
-    SECOND,
-    "model.safetensors.index.json",
-    "config.json",
-    "tokenizer.json",
-    "notes.txt",
-)
+SIDECARS = ("model.safetensors.index.json", "config.json", "tokenizer.json", "notes.txt")
+ALL_FILES = (FIRST, SECOND, *SIDECARS)

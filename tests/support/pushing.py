@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +72,18 @@ def refusal(error: type[Fp4Error], made: Made, told: list[str], **options: objec
         "".join(traceback.format_exception(caught.value)) + json.dumps(caught.value.as_json())
     )
     return caught.value
+
+
+def begun(told: list[str], names: Iterable[str] = ()) -> Pusher:
+    pusher = Pusher(REPO, False, None, told.append, names)
+    pusher.begin()
+    return pusher
+
+
+def at_hub(method: str, match: str, status: int = 503, **more: object) -> dict[str, object]:
+    """A fault of the Hub's own interface, for `hub.fault`."""
+    place = {"where": "hub", "method": method, "match": match}
+    return {"kind": "status", "status": status, **place, **more}
 
 
 def requests(hub: UploadHub, method: str, part: str) -> int:

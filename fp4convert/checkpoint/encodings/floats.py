@@ -269,7 +269,7 @@ class GgufBlocks(CodingDefaults):
         return True
 
     def weights(self, linear: Linear, source: Source) -> Weights:
-        from fp4convert.storage.gguf_types import decode
+        from fp4convert.storage.gguf import decode
 
         ref = linear.refs[0]
         width = ref.nbytes // linear.shape[0]
@@ -289,7 +289,7 @@ def find_gguf_blocks(
 
     llama.cpp stores one matrix for each expert.
     """
-    from fp4convert.storage.gguf_types import BLOCK_TYPES, shape_in_weights
+    from fp4convert.storage.gguf import BLOCK_TYPES, shape_in_weights
 
     found: dict[str, Linear] = {}
     for ref in tensors.values():

@@ -1,4 +1,4 @@
 """Bytes on the Hugging Face Hub: listings, range requests, uploads.
 
-Imports storage; huggingface_hub and hf_xet.
+Imports storage; huggingface_hub and urllib3.
 """

@@ -1,10 +1,9 @@
-"""Ask the Hub's API again until it answers, and say why it does not.
+"""Call the Hub's API, retry, and explain failures.
 
-Ranges of files are asked for again in http.py, by the same Retry.
+http.py retries range requests with the same Retry.
 
-huggingface_hub retries some requests itself, waits forever for others, and prints signed links
-while it does; here it is kept from all but the first.  No message holds an address or what looks
-like a token.
+huggingface_hub retries some requests itself, waits without a limit for others, and logs signed
+links.  This module limits the waits and drops the logs.  No message holds an address or a token.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from fp4convert.errors import AccessError, OutputError
 from fp4convert.progress import duration_text
 from fp4convert.storage.hub.fetchers import do_aside
 
-PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})  # replies that another try may not get
-NEWS_SECONDS = 0.2  # in which a second thread that fails has nothing new to tell
-LONGEST_PAUSE = 900.0  # seconds; of what a server asks for
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses that are worth a retry
+NEWS_SECONDS = 0.2  # failures of other threads in this time are no news
+LONGEST_PAUSE = 900.0  # seconds that a server may ask for
 LATE = "it did not answer in time"
-# What huggingface_hub makes of a reply of JSON that is not what it asked for.
+# huggingface_hub raises these for JSON of an unexpected shape.
 ODD = (TypeError, AttributeError, LookupError)
 FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (ConnectionRefusedError, "it refuses the connection: nothing listens there"),
@@ -50,25 +49,25 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (json.JSONDecodeError, "its answer is no JSON"),
     *((kind, "its answer is not a Hub's; does a proxy answer instead?") for kind in ODD),
 )
-NAMED_FAILURES = {  # by a part of the class's name, of the libraries that are not loaded yet
+NAMED_FAILURES = {  # by a part of the class's name: these libraries may not be loaded
     "Timeout": LATE,
     "ProtocolError": "it broke the connection off, or does not speak HTTP",
     "TooManyRedirects": "it sends every request elsewhere, in a circle",
 }
 AGAIN = "Run the same command again: what is uploaded is kept."
 REFUSED = "Do what it asks for; then run the same command again: what is uploaded is kept."
-# Of the storage behind the Hub; its other refusals pass, as its links expire.
+# Final statuses of the storage; its other refusals pass, for its links expire.
 FINAL = frozenset({413, 507})
-# The head is not the parent that a commit names: somebody else's, or our own whose reply was lost.
+# Another commit is the head now: somebody else's, or ours, whose reply was lost.
 CHANGED = 412
-CALL_FACTOR = 4  # a call of huggingface_hub makes several requests
-SENDING_TRIES = 2  # huggingface_hub makes six of each
-LEAST_RATE = 16 << 10  # bytes a second that are sent
-TELL_SECONDS = 60.0  # that a wait takes before it is told, and told again
+CALL_FACTOR = 4  # one call of huggingface_hub makes several requests
+SENDING_TRIES = 2  # huggingface_hub makes six tries in each
+LEAST_RATE = 16 << 10  # bytes a second of an upload
+TELL_SECONDS = 60.0  # between two lines about a wait
 POLL_SECONDS = 0.2
-ANSWER_FACTOR = 6  # a commit of many files takes the Hub longer than a piece of a file
+ANSWER_FACTOR = 6  # the Hub takes longer for a commit than for a piece of a file
 NOISY = tuple(f"huggingface_hub.{name}" for name in ("utils._http", "hf_api", "_commit_api"))
-WAITS = "Rate limited"  # how it begins to say that it waits
+WAITS = "Rate limited"  # its log line about a wait begins so
 _RATE_LIMIT = re.compile(r"r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")
 _SECONDS = re.compile(r"\s*[0-9]+\s*")  # other digits, such as a raised 2, are no number
 _UNSAID = re.compile(r"\S+://\S+|hf_\w+")
@@ -77,10 +76,10 @@ T = TypeVar("T")
 
 
 class Patience(NamedTuple):
-    """How long the network is waited for.
+    """Limits of waiting for the network.
 
     tries         without progress
-    least_nbytes  that are progress: as many come in `least_seconds`, or a connection is given up
+    least_nbytes  progress; a connection that brings less in `least_seconds` is closed
     """
 
     timeout_seconds: float = 20.0
@@ -92,12 +91,9 @@ class Patience(NamedTuple):
 
 
 def hub_headers(token: str | None) -> dict[str, str]:
-    """Return the headers of a request, with the token, if there is one.
+    """Return the headers of a request, with the token; None is the login's.
 
-    token  the one that is logged in where it is None
-
-    huggingface_hub's own function asks the Hub for a list of agents first, and waits for its last
-    byte without end.
+    huggingface_hub's own function first asks the Hub for a list of agents, without a time limit.
     """
     from huggingface_hub.utils._headers import get_token_to_send
     from huggingface_hub.utils._runtime import get_hf_hub_version
@@ -109,17 +105,17 @@ def hub_headers(token: str | None) -> dict[str, str]:
 
 
 class Retry:
-    """Waits between two tries; threads that ask one server share it.
+    """Waits between tries; the threads that ask one server share it.
 
-    tell  gets a line for people when a server makes everybody wait, or does not answer
+    tell  gets a line for people about a pause or a silent server
     """
 
     def __init__(self, patience: Patience, tell: Callable[[str], None]) -> None:
         self.patience = patience
-        self.stopped = threading.Event()  # once it is set, nobody waits
+        self.stopped = threading.Event()  # ends all waits
         self._tell = tell
         self._paused_until = 0.0
-        self._told = 0.0  # when a try was told last
+        self._news_at = 0.0
         self._lock = threading.Lock()
 
     def wait(
@@ -129,23 +125,23 @@ class Retry:
         asked_seconds: float | None = None,
         tries: int | None = None,
     ) -> bool:
-        """Wait before the next try; tell whether there is one.
+        """Wait before the next try; return False after the last one.
 
-        failures       one after the other, without any progress; the first is told to nobody
-        trouble        who does not answer, and why
-        asked_seconds  what the server asks for: every thread waits so long
-        tries          after which nobody waits; None for those of the patience
+        failures       in a row without progress; the first is not reported
+        trouble        host and reason, for people
+        asked_seconds  pause that the server asks for; it holds for every thread
+        tries          at most; None for those of the patience
         """
         tries = tries or self.patience.tries
         if failures >= tries:
             return False
-        # Doubled each time, and spread, so that threads do not come together.
+        # Doubled each time, and spread, lest threads return at the same moment.
         doubled = self.patience.first_seconds * 2 ** max(0, failures - 1)
         seconds = min(self.patience.longest_seconds, doubled) * random.uniform(0.5, 1.5)
         if asked_seconds is None:
             with self._lock:
-                is_news = failures > 1 and time.monotonic() > self._told + NEWS_SECONDS
-                self._told = time.monotonic() if is_news else self._told
+                is_news = failures > 1 and time.monotonic() > self._news_at + NEWS_SECONDS
+                self._news_at = time.monotonic() if is_news else self._news_at
             if is_news:
                 again = f"try {failures + 1} of {tries} in {duration_text(seconds)}"
                 self._tell(f"{trouble}; {again}")
@@ -162,19 +158,18 @@ class Retry:
         return True
 
     def wait_while_paused(self) -> None:
-        """Wait as long as the server asked any thread to."""
+        """Wait until the pause of all threads ends."""
         while (left := self._paused_until - time.monotonic()) > 0 and not self.stopped.is_set():
             self.stopped.wait(left)
 
 
 class Asker:
-    """Asks about one repository; threads may do so at once.
+    """Calls the API for one repository; safe for several threads.
 
-    repo   ORG/NAME
-    token  the one that is logged in where it is None
-    tell   gets a line for people when something has to wait
-
-    may_write  the Hub has said that the token may: what it refuses now has other reasons
+    repo       ORG/NAME
+    token      None is the login's
+    tell       gets a line for people about waits
+    may_write  the Hub has confirmed write access: later refusals have other reasons
     """
 
     def __init__(
@@ -188,7 +183,7 @@ class Asker:
 
     @property
     def api(self) -> Any:
-        """Return huggingface_hub's own interface, for what `ask` calls."""
+        """Return the client that calls inside `ask` use."""
         from huggingface_hub import HfApi, constants
 
         return HfApi(endpoint=constants.ENDPOINT, token=self._token)
@@ -198,10 +193,7 @@ class Asker:
         return self._retry.stopped.is_set()
 
     def begin(self) -> None:
-        """Keep huggingface_hub from printing, for good.
-
-        For good, as a request under way outlives `stop`.
-        """
+        """Silence huggingface_hub for good: a request may outlive `stop`."""
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
@@ -212,7 +204,7 @@ class Asker:
             logger.addFilter(partial(_drop_links, self._tell))
 
     def stop(self) -> None:
-        """End every wait at once, and answer no question to come."""
+        """End all waits and refuse further calls."""
         self._retry.stopped.set()
 
     def check(self) -> None:
@@ -221,18 +213,16 @@ class Asker:
             raise OutputError("push-stopped", f"{self._repo}: pushing was stopped", AGAIN)
 
     def ask(self, trouble: str, call: Callable[[], T], nbytes: int = 0) -> T:
-        """Return what the call returns; make it again until the Hub answers.
+        """Return the call's result; repeat the call until the Hub answers.
 
-        trouble  what a message says where it does not, such as "it cannot be made"
-        nbytes   that the call sends: it has as much longer, and huggingface_hub tries it again
-                 itself
-        Raises   AccessError where the Hub gives no access;
-                 OutputError where it refuses, or does not answer
+        trouble  begins the message of a failure, such as "it cannot be made"
+        nbytes   size of an upload, which has more time and huggingface_hub's own retries
+        Raises   AccessError without access; OutputError on refusal or silence
         """
         from huggingface_hub import constants
         from huggingface_hub.errors import HfHubHTTPError
 
-        # Of the HTTP library that huggingface_hub is built on.
+        # Base class of errors in huggingface_hub's HTTP library.
         no_reply = cast(type[Exception], HfHubHTTPError.__bases__[0])
         failures, patience = 0, self._retry.patience
         seconds_at_most = ANSWER_FACTOR * patience.timeout_seconds
@@ -258,16 +248,14 @@ class Asker:
                     ) from None
 
     def _wait_for(self, trouble: str, call: Callable[[], T], seconds: float) -> T:
-        """Return what a call returns, and tell while it takes long.
+        """Return the call's result; raise OutputError after so many seconds.
 
-        huggingface_hub has waits without an end: for bytes that drip, and for another request that
-        makes the same repository.
-
-        Raises  OutputError after so many seconds, or once `stop` was called
+        huggingface_hub has no limit for dripping bytes, nor for a concurrent request that creates
+        the same repository.
         """
         from huggingface_hub import constants
 
-        future, began, told = do_aside(call), time.monotonic(), 0.0
+        future, began, reported = do_aside(call), time.monotonic(), 0.0
         while not wait([future], POLL_SECONDS).done:
             self.check()
             passed = time.monotonic() - began
@@ -275,16 +263,16 @@ class Asker:
                 found = f"{host_of(constants.ENDPOINT)} did not end its answer in"
                 detail = f"{self._repo}: {trouble}: {found} {duration_text(seconds)}"
                 raise OutputError("hub-unreachable", detail, AGAIN)
-            if passed - told > TELL_SECONDS:
-                told = passed
+            if passed - reported > TELL_SECONDS:
+                reported = passed
                 since, end = duration_text(passed), duration_text(seconds)
                 self._tell(f"waiting for the Hub since {since}; given up after {end}")
         return future.result()
 
     def _judge(self, trouble: str, error: BaseException) -> tuple[str, float | None]:
-        """Return why a call failed, and how long the server asks to wait.
+        """Return the reason of a failure and the pause that the server asks for.
 
-        Raises  OutputError or AccessError where another try is no use
+        Raises  OutputError or AccessError when another try is useless
         """
         from huggingface_hub import constants
 
@@ -322,18 +310,18 @@ class Asker:
 
 
 def _words_of_storage(response: Any) -> str:
-    """Return ": " and why a storage refuses, as S3 and its kin say it."""
+    """Return ": " and the message in S3's XML; "" for none."""
     try:
-        found = _STORAGE_SAYS.search(response.text)
-    except RuntimeError:  # it was closed before it was read
+        match = _STORAGE_SAYS.search(response.text)
+    except RuntimeError:  # closed before it was read
         return ""
-    return f": {clean_words(found[1])}" if found else ""
+    return f": {clean_words(match[1])}" if match else ""
 
 
 def _limit_waits(seconds: float) -> None:
-    """Have huggingface_hub wait so long at most for bytes: it has no limit.
+    """Set a read timeout in huggingface_hub's client, which has none.
 
-    One client serves all threads; the one that loses its connection takes it from the others.
+    All threads share the client; one that loses its connection takes it from the others.
     """
     from huggingface_hub import get_session
 
@@ -343,30 +331,24 @@ def _limit_waits(seconds: float) -> None:
 
 
 def _is_of_package(error: BaseException) -> bool:
-    """Tell whether huggingface_hub raised an error, not what calls it."""
+    """Return whether huggingface_hub raised the error, not our code."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith("huggingface_hub")
 
 
 def clean_words(text: str) -> str:
-    """Return a server's words in one line.
-
-    Without addresses, and without what looks like a token.
-    """
+    """Return a server's text in one line, without addresses and tokens."""
     return " ".join(_UNSAID.sub("...", text).split())[:300]
 
 
 def cannot_read(error: OSError) -> OutputError:
-    """Return the error for a file of ours that cannot be read."""
+    """Return the error for a local file that cannot be read."""
     detail = f"{error.filename}: cannot be read: {error.strerror}"
     return OutputError("cannot-read", detail, AGAIN)
 
 
 def _drop_links(tell: Callable[[str], None], record: logging.LogRecord) -> bool:
-    """Drop what is logged, for it holds links.
-
-    That the Hub makes everybody wait is passed on.
-    """
+    """Drop a log record, for it holds links; pass on only rate limits."""
     with suppress(TypeError, ValueError):
         message = record.getMessage()
         if message.startswith(WAITS):
@@ -375,10 +357,7 @@ def _drop_links(tell: Callable[[str], None], record: logging.LogRecord) -> bool:
 
 
 def no_access(name: str, url: str, status: int, code: str | None) -> AccessError:
-    """Return the error for a 401 or 403 of the Hub.
-
-    url  of the repository or a file in it
-    """
+    """Return the error for a 401 or 403 on a repository's or a file's URL."""
     page = f"{urlsplit(url).scheme}://{host_of(url)}{urlsplit(url).path.partition('/resolve/')[0]}"
     if code == "GatedRepo":
         return AccessError(
@@ -396,10 +375,7 @@ def no_access(name: str, url: str, status: int, code: str | None) -> AccessError
 
 
 def pause_of(header: Callable[[str], str | None]) -> float | None:
-    """Return the seconds that a server asks to wait, by a reply's headers.
-
-    At most 15 minutes; None where it names none.
-    """
+    """Return the pause in seconds that reply headers ask for, if any."""
     asked = header("Retry-After") or ""
     if match := _RATE_LIMIT.search(header("RateLimit") or ""):
         asked = match[1]
@@ -412,18 +388,15 @@ def pause_of(header: Callable[[str], str | None]) -> float | None:
 
 
 def plain_words(error: BaseException) -> str:
-    """Say what happened on the network, for a person.
-
-    What the error came from says it best.
-    """
-    known: BaseException | None = error
-    while known is not None:
+    """Describe a network failure for people, by its innermost known cause."""
+    cause: BaseException | None = error
+    while cause is not None:
         for kind, words in FAILURES:
-            if isinstance(known, kind):
+            if isinstance(cause, kind):
                 return words
-        if isinstance(known, OSError) and known.strerror:
-            return known.strerror
-        known = known.__cause__ or known.__context__
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
     name = type(error).__name__
     return next((words for part, words in NAMED_FAILURES.items() if part in name), name)
 

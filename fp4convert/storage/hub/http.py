@@ -1,11 +1,9 @@
 """Range requests over urllib3, with retries and redirects.
 
-Decides what a reply may be used for: only a 206 with the range that was asked for, of a file with
-the size and the ETag that it had before.  Requests that got somewhere are continued where they
-stopped; only those that did not are counted.  What is read, when, and whether its hash is right,
-others decide.  urllib3 has the connections, TLS and proxies; it neither retries nor redirects.
-The token goes to the Hub's own origin alone, and no message holds the query of a link, which is
-what signs it.
+Accepts only a 206 with the requested range of a file with unchanged size and ETag.  A request that
+made progress continues at its end; only tries without progress count.  urllib3 supplies
+connections, TLS and proxies; it neither retries nor redirects.  The token goes to the Hub's own
+origin alone, and no message holds the query of a link, which signs it.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ from fp4convert.storage.hub.api import (
 from fp4convert.storage.hub.watch import Watch
 
 HOPS = 5  # redirects inside the Hub
-CHUNK_NBYTES = 2 << 20  # read from a reply at once, at most
-MOST_IDLE = 1 << 10  # connections to one host that are kept: more than anybody opens
+CHUNK_NBYTES = 2 << 20  # most bytes of one read from a reply
+MOST_IDLE = 1 << 10  # idle connections to one host: more than anybody opens
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-LOGGERS = ("urllib3.connection", "urllib3.connectionpool")  # which log addresses
+LOGGERS = ("urllib3.connection", "urllib3.connectionpool")  # they log addresses
 AGAIN = (
     "Check that this host can be reached from here (proxy, HF_ENDPOINT);"
     " the same command goes on with what is finished."
@@ -54,9 +52,9 @@ _QUERY = re.compile(r"\?\S*")
 class RemoteFile(NamedTuple):
     """One file of a repository at one commit.
 
-    name    as messages name it
+    name    in messages
     url     on the Hub, without a query
-    oid     what its content is known by: the sha256 of a large file, git's hash of another
+    oid     sha256 of a large file's content, git's hash of a small one's
     commit  40 hex digits
     """
 
@@ -70,7 +68,7 @@ class RemoteFile(NamedTuple):
 class AgainError(Exception):
     """A request that may be tried again.
 
-    pause_seconds  what the server asks to wait, if it does
+    pause_seconds  that the server asks for, if any
     """
 
     def __init__(self, reason: str, pause_seconds: float | None = None) -> None:
@@ -79,10 +77,10 @@ class AgainError(Exception):
 
 
 class RangeReader:
-    """Reads ranges; threads may call it at once.
+    """Reads ranges; safe for several threads.
 
     headers  for the Hub's own origin, with the token
-    tell     gets a line for people when everything has to wait
+    tell     gets a line for people when everything waits
     """
 
     def __init__(
@@ -93,16 +91,15 @@ class RangeReader:
         self._watch = Watch(patience.least_nbytes, patience.least_seconds)
         self._pools: dict[tuple[str, str], PoolManager] = {}
         self._places: dict[str, str] = {}
-        self._finding: dict[str, threading.Lock] = {}  # as _places: by the file's own address
+        self._resolving: dict[str, threading.Lock] = {}  # by URL, as _places
         self._etags: dict[str, str] = {}
-        self._xet_names: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._replies: set[BaseHTTPResponse] = set()  # that are being read
+        self._replies: set[BaseHTTPResponse] = set()  # under way
         for name in LOGGERS:
             logging.getLogger(name).addFilter(_hide_queries)
 
     def stop(self) -> None:
-        """Make every read, under way or to come, fail at once."""
+        """Make all reads fail at once, now and later."""
         self._retry.stopped.set()
         with self._lock:
             for reply in self._replies:
@@ -112,8 +109,7 @@ class RangeReader:
     def read_into(self, file: RemoteFile, start: int, buffer: memoryview) -> None:
         """Fill the buffer with the file's bytes from `start` on.
 
-        Raises  SourceError where the file is not what it was, or after too many tries;
-                AccessError where the Hub gives none
+        Raises  SourceError for a changed file or after too many tries; AccessError
         """
         done, failures, counted = 0, 0, 0
         while done < buffer.nbytes:
@@ -135,22 +131,13 @@ class RangeReader:
                         AGAIN,
                     ) from None
 
-    def xet_name(self, file: RemoteFile) -> str | None:
-        """Return what the Hub's Xet storage calls a file.
-
-        None where it is not there.  The first byte is read to be told.
-        """
-        if file.url not in self._places:
-            self.read_into(file, 0, memoryview(bytearray(1)))
-        return self._xet_names.get(file.url)
-
     def _check_running(self) -> None:
         if self._retry.stopped.is_set():
             raise SourceError("source-stopped", "reading was stopped")
 
     def _receive(self, file: RemoteFile, start: int, buffer: memoryview) -> Iterator[int]:
-        """Fill the buffer by one request; yield each count of bytes that came."""
-        place = self._find(file)
+        """Fill the buffer by one request; yield the bytes of each read."""
+        place = self._resolve(file)
         is_hub = _origin(place) == _origin(file.url)
         headers = {"Range": f"bytes={start}-{start + buffer.nbytes - 1}"}
         reply = self._ask("GET", place, {**headers, **(self._headers if is_hub else {})})
@@ -158,23 +145,23 @@ class RangeReader:
             self._replies.add(reply)
         is_over = False
         try:
-            self._check_running()  # behind `add`: either this sees a stop, or `stop` sees the reply
+            self._check_running()  # after `add`: this sees the stop, or `stop` sees the reply
             self._judge_range(file, reply, start, start + buffer.nbytes, is_hub)
             with self._watch.over(reply.shutdown) as transfer:
                 try:
                     body = _body_of(reply)
                     while transfer.nbytes < buffer.nbytes:
-                        # What is there, not what is asked for: that could take any time to come.
+                        # Only what has arrived: the whole could take any time.
                         count = _read_some(reply, body, buffer[transfer.nbytes :][:CHUNK_NBYTES])
                         self._check_running()
                         if not count:
                             raise AgainError("the reply ended early")
                         transfer.nbytes += count
                         yield count
-                    # Whatever else comes, nobody asked for it.
+                    # More bytes than requested are not read.
                     is_over = not body.length if body else not reply.read(1)
                     if body and is_over:
-                        body.close()  # or its connection could not be used again
+                        body.close()  # else its connection could not be used again
                 except (AgainError, HTTPError, OSError):
                     if transfer.is_ended:
                         raise AgainError(f"it sent less than {self._progress}") from None
@@ -193,7 +180,7 @@ class RangeReader:
     def _judge_range(
         self, file: RemoteFile, reply: BaseHTTPResponse, start: int, end: int, is_hub: bool
     ) -> None:
-        """Raise an error unless a reply is that range of that file."""
+        """Raise an error unless the reply is that range of that file."""
         if reply.status in PASSING:
             raise _passing(reply)
         if reply.status == 416:
@@ -202,13 +189,13 @@ class RangeReader:
             raise no_access(file.name, file.url, reply.status, reply.headers.get("X-Error-Code"))
         if reply.status != 206:
             if not is_hub:
-                self._places.pop(file.url, None)  # the link has expired, perhaps
+                self._places.pop(file.url, None)  # the link may have expired
             raise AgainError(f"HTTP {reply.status} where 206 was expected")
-        found = reply.headers.get("Content-Range") or ""
-        match = _CONTENT_RANGE.fullmatch(found)
+        came = reply.headers.get("Content-Range") or ""
+        match = _CONTENT_RANGE.fullmatch(came)
         if not match or (int(match[1]), int(match[2])) != (start, end - 1):
             expected = f"where bytes {start}-{end - 1} were asked for"
-            raise AgainError(f"Content-Range {found[:60]!r} {expected}")
+            raise AgainError(f"Content-Range {came[:60]!r} {expected}")
         if int(match[3]) != file.nbytes:
             raise _changed(file, f"it had {file.nbytes} bytes and now has {match[3]}")
         if reply.headers.get("Content-Encoding", "identity") != "identity":
@@ -219,14 +206,11 @@ class RangeReader:
         if etag != known:
             raise _changed(file, "its ETag is another one than before")
 
-    def _find(self, file: RemoteFile) -> str:
-        """Return where the Hub says that the bytes are.
-
-        A signed link to its storage, or the Hub itself.
-        """
+    def _resolve(self, file: RemoteFile) -> str:
+        """Return the address of the bytes: a signed link or the Hub's own."""
         with self._lock:
-            finding = self._finding.setdefault(file.url, threading.Lock())
-        with finding:  # one thread asks, the others wait for what it learns
+            resolving = self._resolving.setdefault(file.url, threading.Lock())
+        with resolving:  # one thread asks; the others wait for its answer
             if known := self._places.get(file.url):
                 return known
             place = file.url
@@ -234,8 +218,6 @@ class RangeReader:
                 reply = self._ask("HEAD", place, self._headers)
                 reply.drain_conn()
                 _judge_resolved(file, reply)
-                if name := reply.headers.get("X-Xet-Hash"):
-                    self._xet_names[file.url] = name
                 if not 300 <= reply.status < 400:
                     break
                 place = _follow(place, reply.headers.get("Location") or "")
@@ -245,7 +227,7 @@ class RangeReader:
             return place
 
     def _ask(self, method: str, url: str, headers: Mapping[str, str]) -> BaseHTTPResponse:
-        """Return the reply to a request, of which only the head was read."""
+        """Send a request; return the reply, whose body is not read yet."""
         self._retry.wait_while_paused()
         self._check_running()
         with self._lock:
@@ -263,30 +245,28 @@ class RangeReader:
         )
 
     def _open_pool(self, url: str) -> PoolManager:
-        """Open connections to a host, by the proxy of the environment."""
+        """Open a pool of connections to a host, by the environment's proxy."""
         seconds = self._retry.patience.timeout_seconds
         options: dict[str, Any] = {"timeout": seconds, "maxsize": MOST_IDLE}
         if urlsplit(url).scheme == "https":
             options["ssl_context"] = ssl.create_default_context()
         proxy = _find_proxy(urlsplit(url))
         if proxy is None:
-            return self._watched(PoolManager(**options))
-        if proxy.username:
-            words = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
-            basic = f"Basic {b64encode(words.encode()).decode()}"
-            options["proxy_headers"] = {"Proxy-Authorization": basic}
-        address = f"http://{proxy.netloc.rpartition('@')[2]}"
-        return self._watched(ProxyManager(address, **options))
-
-    def _watched(self, pools: PoolManager) -> PoolManager:
-        pools.pool_classes_by_scheme = self._watch.pools()
-        return pools
+            pool = PoolManager(**options)
+        else:
+            if proxy.username:
+                words = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+                basic = f"Basic {b64encode(words.encode()).decode()}"
+                options["proxy_headers"] = {"Proxy-Authorization": basic}
+            pool = ProxyManager(f"http://{proxy.netloc.rpartition('@')[2]}", **options)
+        pool.pool_classes_by_scheme = self._watch.pools()
+        return pool
 
 
 def _body_of(reply: BaseHTTPResponse) -> HTTPResponse | None:
-    """Return what is under a reply of known length; None for another.
+    """Return http.client's response under a reply of known length, or None.
 
-    urllib3 has no way to read into a buffer what has come by then.
+    urllib3 itself cannot read the bytes that have arrived into a buffer.
     """
     body = getattr(reply, "_fp", None)
     is_plain = isinstance(body, HTTPResponse) and body.length is not None and not body.chunked
@@ -294,7 +274,7 @@ def _body_of(reply: BaseHTTPResponse) -> HTTPResponse | None:
 
 
 def _read_some(reply: BaseHTTPResponse, body: HTTPResponse | None, buffer: memoryview) -> int:
-    """Read into the buffer what has come; return its bytes, 0 at the end."""
+    """Read arrived bytes into the buffer; return their count, 0 at the end."""
     if body is None:
         data = reply.read1(buffer.nbytes)
         buffer[: len(data)] = data
@@ -307,19 +287,19 @@ def _read_some(reply: BaseHTTPResponse, body: HTTPResponse | None, buffer: memor
 
 
 def _hide_queries(record: logging.LogRecord) -> bool:
-    """Take the queries, which sign links, out of what urllib3 logs."""
+    """Remove queries, which sign links, from a record of urllib3's log."""
     record.msg, record.args = _QUERY.sub("?...", record.getMessage()), ()
-    record.exc_info = None  # of headers that could not be parsed: links, too
+    record.exc_info = None  # headers that could not be parsed hold links, too
     return True
 
 
 def _judge_resolved(file: RemoteFile, reply: BaseHTTPResponse) -> None:
-    """Raise an error unless the Hub's reply speaks of that file."""
+    """Raise an error unless the Hub's reply describes that file."""
     if reply.status in PASSING:
         raise _passing(reply)
     if reply.status in (401, 403):
         raise no_access(file.name, file.url, reply.status, reply.headers.get("X-Error-Code"))
-    if reply.status >= 500:  # of mirrors, which lack what the Hub has
+    if reply.status >= 500:  # a mirror that lacks the file
         detail = f"{file.name}: {host_of(file.url)} answers HTTP {reply.status}"
         raise SourceError("source-unreachable", detail, "Run it again later.")
     if reply.status >= 400:
@@ -349,7 +329,7 @@ def _passing(reply: BaseHTTPResponse) -> AgainError:
 
 
 def _follow(place: str, location: str) -> str:
-    """Return where a redirect leads; AgainError where nobody may go there."""
+    """Return the target of a redirect; raise AgainError for a bad one."""
     try:
         target = urljoin(place, location)
         parts = urlsplit(target)
@@ -364,10 +344,7 @@ def _follow(place: str, location: str) -> str:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise InputError where the Hub's address cannot be used.
-
-    It is none, would carry the token in the clear, or lies behind a proxy that is none.
-    """
+    """Raise InputError for an unusable address of the Hub or of its proxy."""
     parts = urlsplit("")
     with suppress(ValueError):
         parts = urlsplit(endpoint if urlsplit(endpoint).port != 0 else "")
@@ -385,7 +362,7 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def check_token(headers: Mapping[str, str]) -> None:
-    """Raise AccessError for a token that no request can carry."""
+    """Raise AccessError for a token that no header can hold."""
     if not all(value.isascii() and value.isprintable() for value in headers.values()):
         raise AccessError(
             "bad-token",
@@ -401,21 +378,18 @@ def _origin(url: str) -> tuple[str, str]:
 
 
 def _find_proxy(parts: SplitResult) -> SplitResult | None:
-    """Return the proxy that the environment names for an address.
-
-    None for the direct way; InputError for one that cannot be used.
-    """
-    known = getproxies()
-    found = known.get(parts.scheme) or known.get("all")
-    if not found or proxy_bypass(parts.hostname or ""):
+    """Return the environment's proxy for an address; None for the direct way."""
+    proxies = getproxies()
+    address = proxies.get(parts.scheme) or proxies.get("all")
+    if not address or proxy_bypass(parts.hostname or ""):
         return None
     with suppress(ValueError):
-        proxy = urlsplit(found if "://" in found else f"http://{found}")
+        proxy = urlsplit(address if "://" in address else f"http://{address}")
         if proxy.scheme == "http" and proxy.hostname and proxy.port != 0:
             return proxy
-    found = found.rpartition("@")[2][:60]
     raise InputError(
         "proxy",
-        f"the proxy for {parts.scheme} is {found!r}; expected http://HOST:PORT",
+        f"the proxy for {parts.scheme} is {address.rpartition('@')[2][:60]!r}; expected"
+        " http://HOST:PORT",
         f"Set {parts.scheme}_proxy to one that speaks HTTP, or set NO_PROXY.",
     )

@@ -22,23 +22,20 @@ from fp4convert.storage.hub.fetchers import do_aside
 from fp4convert.storage.hub.http import AGAIN, RemoteFile, check_endpoint
 from fp4convert.storage.source import Access, commit_begun, subfolder_of
 
-BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # how the cache names its files
+BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # names of files in the cache
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LIST_FACTOR = 9  # 3 minutes for a whole list, of 100,000 files some 30 MB
-LARGEST = 1 << 62  # bytes of a file: more can be neither asked for nor written
-# What reading another reply than a list raises.
+LARGEST = 1 << 62  # bytes of a file
+# Errors of reading a reply that is no list.
 NO_LIST = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 
 
-# A commit, its files by their names, and where the Hub's cache on this disk has some of them.
+# A commit, its files by name, and the paths of those in the Hub's cache.
 Listing = tuple[str, dict[str, RemoteFile], dict[str, Path]]
 
 
 def list_files(repo: str, access: Access, patience: Patience) -> Listing:
-    """List the files below the subfolder that `access` names.
-
-    Raises  what open_source raises for a repository
-    """
+    """List the files below the subfolder of `access`."""
     from huggingface_hub import constants
 
     check_endpoint(constants.ENDPOINT)
@@ -62,7 +59,7 @@ def list_files(repo: str, access: Access, patience: Patience) -> Listing:
 
 
 def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
-    """Return what the Hub lists, and what of it the cache has."""
+    """List the repository by the Hub; find its files in the cache."""
     from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
 
     info = _ask_hub(repo, access, patience)
@@ -77,13 +74,13 @@ def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
         if not isinstance(name, str):
             raise _bad_listing(repo, "a file without a name")
         _check_name(repo, name)
-        # Hidden files stay behind, and those of which the Hub does not say what they are.
+        # Hidden files are left out, and those without a hash or a size.
         if _is_hidden(name) or oid is None or nbytes is None:
             continue
         is_size = type(nbytes) is int and 0 <= nbytes < LARGEST
         if not is_size or not isinstance(oid, str) or not BLOB.fullmatch(oid):
-            found = f"{name!r} with size {str(nbytes)[:60]} and hash {str(oid)[:80]!r}"
-            raise _bad_listing(repo, found)
+            listed = f"{name!r} with size {str(nbytes)[:60]} and hash {str(oid)[:80]!r}"
+            raise _bad_listing(repo, listed)
         url = hf_hub_url(repo, name, revision=commit, endpoint=constants.ENDPOINT)
         files[name] = RemoteFile(name, url, nbytes, oid, commit)
         known = try_to_load_from_cache(repo, name, revision=commit)
@@ -94,11 +91,11 @@ def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
 
 
 def _ask_hub(repo: str, access: Access, patience: Patience) -> Any:
-    """Return huggingface_hub's ModelInfo; ask until the Hub answers."""
+    """Return huggingface_hub's ModelInfo; retry until the Hub answers."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    # Of the HTTP library under this huggingface_hub.
+    # Base class of errors in huggingface_hub's HTTP library.
     no_reply = cast(type[Exception], HfHubHTTPError.__bases__[0])
     api = HfApi(endpoint=constants.ENDPOINT, token=access.token)
     revision = access.revision or commit_begun(access.output, repo)
@@ -112,7 +109,7 @@ def _ask_hub(repo: str, access: Access, patience: Patience) -> Any:
                     repo, revision=revision, files_metadata=True, timeout=patience.timeout_seconds
                 )
             )
-            # The time limit of a request counts from one byte to the next.
+            # A request's own time limit counts from one byte to the next.
             return listing.result(limit)
         except TimeoutError:
             reason = f"its answer did not end in {duration_text(limit)}"
@@ -163,10 +160,7 @@ def _bad_listing(repo: str, found: str) -> SourceError:
 
 
 def _list_cache(repo: str, access: Access) -> Listing:
-    """Return what the cache holds of the revision.
-
-    Every blob there is named after its hash.
-    """
+    """List the revision by the cache, whose blobs are named after hashes."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -199,7 +193,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _check_name(repo: str, name: str) -> None:
-    """Raise InputError for a name that leads out of a folder."""
+    """Raise InputError for a name that leads out of the repository."""
     try:
         name.encode("utf-8")
         is_sound = (

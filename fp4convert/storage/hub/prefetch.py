@@ -1,12 +1,9 @@
 """Fetch pieces of files ahead of their readers, and hash them.
 
-What proves that a piece is right: a small file is one piece, which its hash checks.  Pieces of a
-stream are checked by the hash of the whole file.  Any other piece is fetched by two requests, until
-two bring the same bytes; when the file is hashed, for whatever reason, it is compared with that.
-A piece may be dropped from memory before its last reader needs it; when
-it is fetched again, its hash must be the same as the first time.
-
-This module does not decide where pieces come from.
+Proofs of a piece: a small file is one piece and has a hash.  The hash of the whole file covers the
+pieces of a stream.  Any other piece is requested until two replies are equal; if the file is hashed
+later, the piece is compared with that.  A piece that is dropped from memory and fetched again must
+have the same hash as before.
 """
 
 from __future__ import annotations
@@ -25,20 +22,16 @@ from numpy.typing import NDArray
 
 from fp4convert.errors import CORRUPT, SourceError
 from fp4convert.storage.hub.fetchers import Fetchers
-from fp4convert.storage.hub.hashes import corrupt, hasher
 
-# Pieces fetched at once; a storage that limits each connection gives eight times what it gives one.
-CONNECTIONS = 8
+CONNECTIONS = 8  # pieces at once; a storage that limits each connection gives eight times one
 PIECE_NBYTES = 8 << 20
-KEPT_PARTS = 8  # of a piece: memory for less is not kept to be used again
-REQUESTS = 4  # for a piece that comes differently each time, after the first
-LEAST_NBYTES = 1 << 20  # below it, a range is not worth splitting
-# Pieces of streams that nobody has asked for yet; as many may have been asked for that are not
-# hashed yet.
-AHEAD = 4
-# Of the budget: what scale groups leave to everything else, however many files are streamed.
+KEPT_PARTS = 8  # memory of less than a piece / KEPT_PARTS is not reused
+REQUESTS = 4  # repetitions for a piece that differs each time
+LEAST_NBYTES = 1 << 20  # smaller ranges are not split
+AHEAD = 4  # unrequested pieces of a stream; also requested ones before the hash
+# Part of the budget that scale groups leave to all streams together.
 SPARE_NBYTES = (AHEAD + CONNECTIONS) * PIECE_NBYTES
-OWN_NBYTES = 100 << 20  # of the budget: the interpreter with its packages, and panels at work
+OWN_NBYTES = 100 << 20  # part of the budget for the interpreter, its packages, and panels at work
 AGAIN = "Run the same command again."
 OTHERWISE = "two requests brought what the file does not hold"
 
@@ -46,7 +39,7 @@ OTHERWISE = "two requests brought what the file does not hold"
 class Piece(NamedTuple):
     """A range of a file.
 
-    is_hashed  whoever asks for it hashes the whole file
+    is_hashed  its reader hashes the whole file
     """
 
     file: str
@@ -54,18 +47,25 @@ class Piece(NamedTuple):
     stop: int
     is_hashed: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"{self.file}: bytes {self.start}-{self.stop - 1}"
+
 
 class Hashed(NamedTuple):
-    """What a piece must be: a hash before its bytes, and the digest after."""
+    """Proof of a piece: the hash before its bytes, the digest after them."""
 
     before: hashlib._Hash
     digest: bytes
 
 
 class Hold(NamedTuple):
-    """Memory for what is read more than once, from when it was granted.
+    """Memory for bytes that are read more than once.
 
-    ranges  of which every byte will be read again: they stay
+    ranges  stay in memory, for every byte of them is read again
     """
 
     nbytes: int
@@ -74,16 +74,16 @@ class Hold(NamedTuple):
 
 
 class Pieces:
-    """The pieces that are in memory or on their way.
+    """The pieces in memory or on their way, under one budget for all streams.
 
-    One budget of memory for all streams.  Pieces that were read are dropped first, then the least
-    recently used; nothing is fetched ahead that there is no room for.
+    Pieces that were read are dropped first, then the least recently used; nothing is fetched ahead
+    without room for it.
 
-    read_into      (file, start, buffer): fills the buffer, called by several threads
-    budget_nbytes  of the process, as far as a scale group fits; one that does not fit beside the
-                   rest, but in these bytes, is held whole all the same, alone
-    connections    how many pieces are fetched at once; None for as many as are found right here
-    is_sure        True for a file whose bytes need no second request
+    read_into      (file, start, buffer) fills the buffer; called by several threads
+    budget_nbytes  of the process; a scale group that fits in it, but not beside the rest, is held
+                   whole, alone
+    connections    pieces fetched at once; None for CONNECTIONS
+    is_sure        returns True for a file whose bytes need no second request
     """
 
     def __init__(
@@ -95,36 +95,33 @@ class Pieces:
     ) -> None:
         self._read_into = read_into
         self._budget_nbytes = budget_nbytes
-        # For scale groups, at once.
-        self._groups_nbytes = max(0, budget_nbytes - OWN_NBYTES - SPARE_NBYTES)
+        self._groups_nbytes = max(0, budget_nbytes - OWN_NBYTES - SPARE_NBYTES)  # for scale groups
         self._is_sure = is_sure
         self.connections = connections or CONNECTIONS
-        # Memory that nobody looks at any more, by its bytes.
+        # Unused memory, by its size.
         self._free: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
-        # For whoever asks after the end.
-        self.failure = SourceError("source-stopped", "reading was stopped")
+        self.failure = SourceError("source-stopped", "reading was stopped")  # after the end
         self._pool = Fetchers(self.connections)
         self._known: dict[Piece, Future[memoryview]] = {}  # least recently used first
-        self._spent: set[Piece] = set()  # what a stream needs no more but for a second reading
+        self._spent: set[Piece] = set()  # streams need these again only for a second reading
         self._hashed: dict[Piece, Hashed] = {}
-        # By file: the sha256 of what two requests said.
+        # By file: the sha256 of pieces that two requests agree on.
         self._unproven: defaultdict[str, dict[Piece, bytes]] = defaultdict(dict)
-        # Of these, what was there before any stream; None until there is one.
+        # Those of them that are older than the first stream; None before it.
         self._planned: set[Piece] | None = None
-        self._plan_failure: SourceError | None = None  # what the plan was made of was wrong
-        self._refuted: Counter[str] = Counter()  # files: how often that was something else
+        self._plan_failure: SourceError | None = None  # the plan rests on a refuted piece
+        self._refuted: Counter[str] = Counter()  # refuted pieces of each file
         self._whole: dict[str, tuple[Piece, Hashed]] = {}  # small files, by name
-        self._nbytes = 0  # of all that are known
+        self._nbytes = 0  # of all known pieces
         self._lock = threading.Lock()
         self._granted: tuple[Hold, ...] = ()
-        self._asked: list[Hold] = []  # for room, in the order of their asking
+        self._waiting: list[Hold] = []  # first come, first served
         self._streams = 0  # under way
 
     def take_buffer(self, nbytes: int) -> memoryview:
-        """Return so many bytes, which hold anything.
+        """Return a buffer with arbitrary content.
 
-        They are free again when no view of them is left, and used again: pages that the system has
-        to make cost more than what fills them.
+        It is reused when no view of it is left: new pages of the system cost more than their bytes.
         """
         if not PIECE_NBYTES // KEPT_PARTS <= nbytes <= PIECE_NBYTES:
             return np.empty(nbytes, np.uint8).data
@@ -139,154 +136,147 @@ class Pieces:
         return lent.data
 
     def fetch(self, piece: Piece) -> Future[memoryview]:
-        """Return the future of a piece's bytes, read-only.
-
-        Raises  SourceError after the end
-        """
+        """Return the future of a piece's bytes, read-only."""
         with self._lock:
             future = self._known.pop(piece, None)
             if future is None or (future.done() and future.exception()):
                 if future is None:
-                    self._nbytes += piece.stop - piece.start
+                    self._nbytes += piece.nbytes
                     self._make_room()
                 if piece.is_hashed or self._is_sure(piece.file):
                     future = self._pool.submit(self._fetch, piece)
                 else:
-                    # Begun first: one that waits for it waits for nothing behind itself.
+                    # Queued first: the other waits for nothing behind itself.
                     other = self._pool.submit(self._fetch, piece)
                     future = self._pool.submit(self._compare, piece, other)
             self._known[piece] = future
             return future
 
     def _fetch(self, piece: Piece) -> memoryview:
-        """Fetch a piece, until it is what its hash says, if one is known.
+        """Fetch a piece until it has its hash, if that is known.
 
-        That of a small file, or of the piece when it was here before.
+        It is known of a small file, and of a piece that was here before.
         """
         whole, of_file = self._whole.get(piece.file, (None, None))
         for _ in range(REQUESTS):
-            data = self.take_buffer(piece.stop - piece.start)
+            data = self.take_buffer(piece.nbytes)
             self._read_into(piece.file, piece.start, data)
             expected = of_file if piece == whole else self._hashed.get(piece)
             if expected is None:
                 return data.toreadonly()
-            found = expected.before.copy()
-            found.update(data)
-            if found.digest() == expected.digest:
+            digest = expected.before.copy()
+            digest.update(data)
+            if digest.digest() == expected.digest:
                 return data.toreadonly()
-        came = f"bytes {piece.start}-{piece.stop - 1} came otherwise than before"
-        detail = f"{piece.file}: {came} in each of {REQUESTS} requests"
+        detail = f"{piece} came otherwise than before in each of {REQUESTS} requests"
         self.failure = SourceError(CORRUPT, detail, AGAIN)
         if of_file is not None and piece == whole:
-            self.failure = corrupt(piece.file, of_file.digest.hex(), found.hexdigest())
+            self.failure = corrupt(piece.file, of_file.digest.hex(), digest.hexdigest())
         raise self.failure
 
     def fetch_whole(self, file: str, nbytes: int, oid: str) -> Future[memoryview]:
-        """Fetch a small file by one request, which its hash checks.
+        """Fetch a small file by one request, and check its hash.
 
-        From then on `cover` gives that piece for every range of the file.
+        From then on `cover` returns that piece for every range of the file.
         """
         piece = Piece(file, 0, nbytes, True)
         self._whole[file] = piece, Hashed(hasher(nbytes, oid), bytes.fromhex(oid))
         return self.fetch(piece)
 
     def cover(self, file: str, start: int, stop: int) -> list[Piece]:
-        """Return the pieces that hold a range which no stream brings."""
+        """Return the pieces of a range outside of streams."""
         if file in self._whole:
             return [self._whole[file][0]]
         return split(file, start, stop)
 
     def note_hash(self, piece: Piece, hashed: Hashed) -> None:
-        """Note what a piece must be when it is fetched again."""
+        """Keep the hash that a piece must have if it is fetched again."""
         with self._lock:
             self._hashed[piece] = hashed
 
     def _compare(self, piece: Piece, other: Future[memoryview]) -> memoryview:
         """Fetch a piece until two requests bring the same bytes."""
-        found = [self._fetch(piece)]
+        replies = [self._fetch(piece)]
         latest = other.result()
-        while not any(is_same(latest, each) for each in found):
-            if len(found) == REQUESTS:
-                came = f"bytes {piece.start}-{piece.stop - 1} came differently"
-                detail = f"{piece.file}: {came} in each of {REQUESTS + 1} requests"
+        while not any(is_same(latest, reply) for reply in replies):
+            if len(replies) == REQUESTS:
+                detail = f"{piece} came differently in each of {REQUESTS + 1} requests"
                 self.failure = SourceError(CORRUPT, detail, AGAIN)
                 raise self.failure
-            found.append(latest)
+            replies.append(latest)
             latest = self._fetch(piece)
         digest = hashlib.sha256(latest).digest()
         with self._lock:
             is_new = piece not in self._hashed
-            said = self._unproven[piece.file]
-            before = said.setdefault(piece, digest) if is_new else digest
+            before = self._unproven[piece.file].setdefault(piece, digest) if is_new else digest
         if before != digest:
             raise self._refute(piece, "they came otherwise than before")
         return latest
 
     def unproven(self, file: str) -> list[Piece]:
-        """List what two requests have said of a file, and no hash has proved."""
+        """List the pieces of a file that two requests agree on, without a hash."""
         with self._lock:
             return list(self._unproven[file])
 
     def settle(self, piece: Piece, digest: bytes) -> None:
-        """Compare what two requests said with what the file holds.
+        """Compare a piece that two requests agreed on with the whole file.
 
-        digest  the sha256 of that
-        Raises  SourceError where it was something else; then it is fetched anew
+        digest  sha256 of the piece in the file
+        Raises  SourceError on a difference; then the piece is fetched anew
         """
         with self._lock:
-            said = self._unproven[piece.file].pop(piece, digest)
+            agreed = self._unproven[piece.file].pop(piece, digest)
             self._hashed[piece] = Hashed(hashlib.sha256(), digest)
-        if said != digest:
+        if agreed != digest:
             raise self._refute(piece, OTHERWISE)
 
     def check_plan(self) -> None:
-        """Raise SourceError where the plan was made of what no file holds."""
+        """Raise SourceError if the plan rests on a refuted piece."""
         if self._plan_failure:
             raise self._plan_failure
 
     def count_refuted(self, file: str) -> int:
-        """Count how often two requests turned out wrong about a file."""
+        """Count the refuted pieces of a file."""
         with self._lock:
             return self._refuted[file]
 
     def _refute(self, piece: Piece, what: str) -> SourceError:
-        """Forget what was said of a file; return the error of that."""
-        words = f"{piece.file}: bytes {piece.start}-{piece.stop - 1}: {what}"
-        error = SourceError(CORRUPT, words, AGAIN)
+        """Forget unproven pieces of the file; return the error."""
+        error = SourceError(CORRUPT, f"{piece}: {what}", AGAIN)
         with self._lock:
             self._refuted[piece.file] += 1
             if self._planned and piece in self._planned:
                 self._plan_failure = error
             self._unproven.pop(piece.file, None)
-        self._forget(lambda each: each.file == piece.file and not each.is_hashed)
+        self._forget(lambda other: other.file == piece.file and not other.is_hashed)
         return error
 
     def spend(self, pieces: Iterable[Piece]) -> None:
-        """Let go of pieces before others, but for those that room was made for."""
+        """Mark pieces as read: unless they are held, they are dropped first."""
         with self._lock:
             self._spent.update(piece for piece in pieces if piece in self._known)
 
     def count_streams(self, change: int) -> None:
         with self._lock:
             if self._planned is None:
-                self._planned = {piece for said in self._unproven.values() for piece in said}
+                self._planned = {piece for pieces in self._unproven.values() for piece in pieces}
             self._streams += change
 
     def share_of(self, count: int) -> int:
-        """Return how many of so many pieces each stream has."""
+        """Divide a number of pieces among the streams."""
         return max(1, count // max(1, self._streams))
 
     def has_room(self, piece: Piece) -> bool:
-        """Tell whether a piece is there, or fits beside what is needed."""
+        """Return whether a piece is there, or fits beside the unread ones."""
         with self._lock:
             if piece in self._known:
                 return True
-            spent = (one for one in self._spent if not self.is_held(one))
-            needed_nbytes = self._nbytes - sum(one.stop - one.start for one in spent)
+            spent = (other for other in self._spent if not self.is_held(other))
+            needed_nbytes = self._nbytes - sum(other.nbytes for other in spent)
             return needed_nbytes + PIECE_NBYTES <= SPARE_NBYTES + self._groups_nbytes
 
     def is_held(self, piece: Piece) -> bool:
-        """Tell whether there is room for a piece until it was read twice."""
+        """Return whether a piece stays until its second reading."""
         return any(
             held.file == piece.file and held.start < piece.stop and piece.start < held.stop
             for hold in self._granted
@@ -294,10 +284,7 @@ class Pieces:
         )
 
     def _make_room(self) -> None:
-        """Drop what was read and is not held, then whatever is oldest.
-
-        Of these first what needs no room any more, and last what is held.
-        """
+        """Drop read pieces that are not held, then the oldest, held ones last."""
         held_nbytes = sum(hold.nbytes for hold in self._granted)
         kept_nbytes = SPARE_NBYTES + min(held_nbytes, self._groups_nbytes)
         if self._nbytes > kept_nbytes:
@@ -307,7 +294,7 @@ class Pieces:
             self._drop(sorted(self._known, key=self.is_held), most)
 
     def _drop(self, pieces: list[Piece], kept_nbytes: int) -> None:
-        """Drop the first of these that are there, down to so many bytes."""
+        """Drop pieces in this order until so many bytes are left."""
         for piece in pieces:
             if self._nbytes <= kept_nbytes:
                 return
@@ -317,60 +304,57 @@ class Pieces:
                     digest = hashlib.sha256(future.result()).digest()
                     self._hashed[piece] = Hashed(hashlib.sha256(), digest)
                 self._spent.discard(piece)
-                self._nbytes -= piece.stop - piece.start
+                self._nbytes -= piece.nbytes
 
     @contextmanager
     def room_for(self, nbytes: int, ranges: Iterable[Piece] = ()) -> Iterator[None]:
         """Hold memory for bytes that are read more than once.
 
-        Waits until they fit beside what others hold, who are served in the order of their asking,
-        those of one file in its order; one always may.  What one had at once, others may have at
-        once after it.
-
-        ranges  of which every byte will be read again: they stay
+        Waits until they fit beside other holds: first come, first served, and in the order of the
+        file within a file.  One hold is always granted; its size then is room for later ones.
         """
         if not nbytes:
             yield
             return
         hold = Hold(nbytes, tuple(ranges), threading.Event())
         with self._lock:
-            self._asked.append(hold)
+            self._waiting.append(hold)
             self._grant()
         hold.is_granted.wait()
         try:
             yield
         finally:
             with self._lock:
-                self._granted = tuple(each for each in self._granted if each is not hold)
+                self._granted = tuple(other for other in self._granted if other is not hold)
                 self._grant()
 
     def _grant(self) -> None:
-        """Give room to those who have asked for it first."""
-        while self._asked:
-            hold = self._next_asked()
+        """Grant waiting holds in turn, as long as they fit."""
+        while self._waiting:
+            hold = self._next_waiting()
             nbytes = hold.nbytes + sum(other.nbytes for other in self._granted)
             if self._granted and nbytes > self._groups_nbytes:
                 return
-            self._asked.remove(hold)
+            self._waiting.remove(hold)
             self._granted += (hold,)
             self._groups_nbytes = max(self._groups_nbytes, min(nbytes, self._budget_nbytes))
             hold.is_granted.set()
 
-    def _next_asked(self) -> Hold:
-        """Return who is served next.
+    def _next_waiting(self) -> Hold:
+        """Return the hold to grant next.
 
-        Of the first one's file whoever reads its foremost bytes: what lies behind them would wait
-        for the hash, which waits for these.
+        Within a file the foremost bytes go first: the rest waits for the hash, which waits for
+        these.
         """
-        first = self._asked[0]
+        first = self._waiting[0]
         files = {piece.file for piece in first.ranges[:1]}
-        same = (hold for hold in self._asked if files & {piece.file for piece in hold.ranges[:1]})
+        same = (hold for hold in self._waiting if files & {piece.file for piece in hold.ranges[:1]})
         return min(same, key=lambda hold: hold.ranges[0].start, default=first)
 
     def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
-        """Count the memory that is held where these ask for room in turn.
+        """Return the most memory that groups hold, taken in turn.
 
-        at_once  how many groups have readers
+        at_once  groups that have readers at the same time
         """
         groups, room_nbytes, most_nbytes = [*groups], self._groups_nbytes, 0
         for first in range(len(groups)):
@@ -384,15 +368,12 @@ class Pieces:
         return SPARE_NBYTES + most_nbytes
 
     def forget(self, file: str) -> None:
-        """Drop every piece of a file, whatever it was."""
+        """Drop every piece of a file."""
         self.end_hash(file)
         self._forget(lambda piece: piece.file == file)
 
     def forget_unproven(self) -> None:
-        """Drop what only two requests say.
-
-        They may have agreed on what the file never held.
-        """
+        """Drop pieces that no hash covers: two requests may agree and be wrong."""
         self._forget(lambda piece: not piece.is_hashed)
 
     def _forget(self, is_meant: Callable[[Piece], bool]) -> None:
@@ -400,27 +381,39 @@ class Pieces:
             for piece in [piece for piece in self._known if is_meant(piece)]:
                 del self._known[piece]
                 self._spent.discard(piece)
-                self._nbytes -= piece.stop - piece.start
+                self._nbytes -= piece.nbytes
 
     def end_hash(self, file: str) -> None:
-        """Forget what the pieces of a file were.
-
-        Its hash is known, or another is begun.
-        """
+        """Forget the hashes of a file's pieces."""
         with self._lock:
             for piece in [piece for piece in self._hashed if piece.file == file]:
                 del self._hashed[piece]
 
     def close(self) -> None:
-        """End: whoever waits or asks gets the error."""
+        """End: waiting and later readers get the error."""
         self._pool.close(self.failure)
 
 
 def split(file: str, start: int, stop: int) -> list[Piece]:
-    """Split a range into pieces that are fetched side by side."""
+    """Split a range into pieces for parallel requests."""
     nbytes = min(PIECE_NBYTES, max(LEAST_NBYTES, -(-(stop - start) // CONNECTIONS)))
     return [Piece(file, first, min(first + nbytes, stop)) for first in range(start, stop, nbytes)]
 
 
 def is_same(one: memoryview, other: memoryview) -> bool:
     return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
+
+
+def hasher(nbytes: int, oid: str) -> hashlib._Hash:
+    """Begin a hash of the kind of an oid: git's has 40 digits, sha256 has 64."""
+    if len(oid) == 40:
+        return hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False)
+    return hashlib.sha256()
+
+
+def corrupt(file: str, oid: str, digest: str) -> SourceError:
+    return SourceError(
+        CORRUPT,
+        f"{file} came damaged: its hash is {digest[:16]}..., and the Hub lists {oid[:16]}...",
+        "Run the same command again; where the file is in the Hub's cache, remove it there.",
+    )

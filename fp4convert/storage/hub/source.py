@@ -1,9 +1,8 @@
 """Read a repository at one commit, without storing it.
 
-What the Hub's own cache holds already is read from there.  Either way a shard that is read whole is
-hashed as it flows, and a small one at once.  What is read beside that comes by two requests that
-must agree, or from a file of the cache that is hashed before it is first used so.
-With HF_HUB_OFFLINE the cache is all there is.
+Files in the Hub's own cache are read from there; with HF_HUB_OFFLINE there are no others.  A shard
+that is read whole is hashed as it flows, a small one at once.  Other reads need two equal replies,
+or a file of the cache that was hashed first.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from fp4convert.storage.checkpoint_files import (
 )
 from fp4convert.storage.hub.api import Patience, hub_headers
 from fp4convert.storage.hub.fetchers import do_aside
-from fp4convert.storage.hub.hashes import corrupt, hasher
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_token
 from fp4convert.storage.hub.listing import list_files
 from fp4convert.storage.hub.prefetch import (
@@ -47,53 +45,54 @@ from fp4convert.storage.hub.prefetch import (
     PIECE_NBYTES,
     Piece,
     Pieces,
+    corrupt,
+    hasher,
     split,
 )
 from fp4convert.storage.hub.stream import Stream
-from fp4convert.storage.hub.xet import XetReader
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header, TensorRef, read_header
-from fp4convert.storage.source import Access, Checkpoint, name_of, read_each, read_whole, stopping
+from fp4convert.storage.source import (
+    Access,
+    Checkpoint,
+    Source,
+    name_of,
+    read_each,
+    read_whole,
+    stopping,
+)
 
-HEAD_NBYTES = 32 << 10  # of a shard are read first, or more: most headers are shorter
-ENTRY_NBYTES = 88  # of a header for each tensor, beside its name: few take more
-WHOLE_NBYTES = 1 << 20  # a shard no larger is fetched whole, as its hash then checks its header
+HEAD_NBYTES = 32 << 10  # first read of a shard, at least: most headers are shorter
+ENTRY_NBYTES = 88  # header of one tensor without its name: few take more
+WHOLE_NBYTES = 1 << 20  # up to here a shard is fetched whole: its hash checks its header
 
 
-class HubSource:
-    """Fetches pieces of shards when they are asked for.
-
-    It keeps them while the memory that it may use lasts.
-    """
+class HubSource(Source):
+    """Fetches pieces of shards on demand; keeps them within its memory."""
 
     is_streamed = True
 
     def __init__(
         self, reference: str, access: Access, patience: Patience | None = None, single: str = ""
     ) -> None:
-        """Open a repository, or the one file of it."""
-        from huggingface_hub import constants
-
+        """Open a repository, or one file of it."""
         patience = patience or Patience()
         self.name = single.removesuffix(GGUF) or name_of(reference)
         self._repo, self._single = reference, single
         self._tell = access.tell
         headers = hub_headers(access.token)
         check_token(headers)
-        # In a thread: an interrupt does not wait for name servers.
+        # In a thread: an interrupt must not wait for name servers.
         listing = do_aside(partial(list_files, reference, access, patience))
         self._commit, self._files, self._cached = listing.result()
-        self._reader: RangeReader | XetReader = RangeReader(headers, patience, access.tell)
-        if access.transport == "xet":
-            token_url = f"{constants.ENDPOINT}/api/models/{reference}/xet-read-token/{self._commit}"
-            self._reader = XetReader(self._reader, token_url, headers)
+        self._reader = RangeReader(headers, patience, access.tell)
         is_cached = self._cached.__contains__
         self._pieces = Pieces(self._fill, access.memory_nbytes, access.connections, is_cached)
         self._streams: dict[str, Stream] = {}
-        self._own_files: dict[int, str] = {}  # of threads that read other shards, too
-        self._heads: dict[str, bytes] = {}  # what each shard's header was made of
-        self._entries_nbytes: Counter[str] = Counter()  # of headers, as the index lets expect
-        self._sound: set[str] = set()  # files of the cache that were hashed
+        self._streamed_for: dict[int, str] = {}  # thread -> its shard, if it reads others, too
+        self._heads: dict[str, bytes] = {}  # the bytes of each shard's header
+        self._entries_nbytes: Counter[str] = Counter()  # of headers, estimated from the index
+        self._sound: set[str] = set()  # hashed files of the cache
         self._lock = threading.Lock()
         with stopping(self):
             self.checkpoint = self._open()
@@ -114,10 +113,10 @@ class HubSource:
         _copy_into(self._views(ref.file, first, first + buffer.nbytes), buffer)
 
     def _views(self, file: str, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the bytes of a range, in parts that follow one another."""
+        """Yield the bytes of a range in consecutive parts."""
         stream = self._streams.get(file)
-        if stream and self._own_files.get(threading.get_ident(), file) != file:
-            # Nobody waits for a shard that others work at.
+        if stream and self._streamed_for.get(threading.get_ident(), file) != file:
+            # Do not wait for the shard of another thread.
             stream = stream if stream.is_near(start) else None
         if not stream and file in self._cached:
             self._check_cached(file)
@@ -129,24 +128,24 @@ class HubSource:
             stream.have_read(start, stop)
 
     def _check_cached(self, file: str) -> None:
-        """Hash a file of the cache once.
+        """Hash a file of the cache once; fetch a damaged one instead.
 
-        What is damaged there is fetched instead, or SourceError offline.
+        Raises  SourceError for a damaged one when offline
         """
         with self._lock:
             if file in self._sound or file not in self._cached:
                 return
             remote = self._files[file]
-            found = hasher(remote.nbytes, remote.oid)
+            digest = hasher(remote.nbytes, remote.oid)
             with self._cached[file].open("rb") as stream:
                 while data := stream.read(PIECE_NBYTES):
-                    found.update(data)
-            if found.hexdigest() == remote.oid:
+                    digest.update(data)
+            if digest.hexdigest() == remote.oid:
                 self._sound.add(file)
             elif remote.url:
                 del self._cached[file]
             else:
-                self._pieces.failure = corrupt(file, remote.oid, found.hexdigest())
+                self._pieces.failure = corrupt(file, remote.oid, digest.hexdigest())
                 raise self._pieces.failure
 
     def _fill(self, file: str, start: int, buffer: memoryview) -> None:
@@ -181,7 +180,7 @@ class HubSource:
             raise InputError("unreadable", f"{file} cannot be read: {detail}", next_step)
 
     def check_unchanged(self, shard: str) -> None:
-        """Do nothing: every reply was compared with the commit."""
+        """Do nothing: every reply is compared with the commit."""
 
     @contextmanager
     def proving(self, shards: Collection[str]) -> Iterator[None]:
@@ -190,22 +189,22 @@ class HubSource:
         for shard in shards:
             self._settle(shard)
             self._pieces.check_plan()
-            # Also by whoever has read it whole meanwhile.
+            # Another thread may have refuted it meanwhile.
             if self._pieces.count_refuted(shard) != refuted[shard]:
                 raise SourceError(CORRUPT, f"{shard}: {OTHERWISE}", AGAIN)
 
     def _settle(self, shard: str) -> None:
-        """Read a shard whole where something of it is not proved."""
-        if not (read := self._pieces.unproven(shard)):
+        """Read a shard whole if it has unproven pieces."""
+        if not (unproven := self._pieces.unproven(shard)):
             return
-        found = {piece: hashlib.sha256() for piece in read}
-        with self.open_file(shard) as stream:  # hashed at its end
+        digests = {piece: hashlib.sha256() for piece in unproven}
+        with self.open_file(shard) as stream:  # checks the hash at its end
             at = 0
             while data := stream.read(PIECE_NBYTES):
-                for piece, digest in found.items():
+                for piece, digest in digests.items():
                     digest.update(data[max(0, piece.start - at) : max(0, piece.stop - at)])
                 at += len(data)
-        for piece, digest in found.items():
+        for piece, digest in digests.items():
             self._pieces.settle(piece, digest.digest())
 
     def distrust(self) -> None:
@@ -240,22 +239,21 @@ class HubSource:
         for ref in refs:
             together[ref.file].append(Piece(ref.file, ref.start, ref.start + ref.nbytes))
         if len(together) > 1:
-            self._own_files[threading.get_ident()] = next(iter(together))
-        # What lies between the tensors of a group is fetched with them, and stays, where it is
-        # less than they are.
+            self._streamed_for[threading.get_ident()] = next(iter(together))
+        # Gaps between the tensors of a group stay, too, if they are smaller than the tensors.
         ranges = []
-        for file, own in together.items():
-            hull = Piece(file, min(each.start for each in own), max(each.stop for each in own))
-            own_nbytes = sum(each.stop - each.start for each in own)
-            more_nbytes = hull.stop - hull.start - own_nbytes
-            is_whole = file in self._streams and more_nbytes < own_nbytes
-            ranges += [hull] if is_whole else own
-            nbytes += more_nbytes if is_whole else 0
+        for file, pieces in together.items():
+            hull = Piece(file, min(p.start for p in pieces), max(p.stop for p in pieces))
+            tensors_nbytes = sum(piece.nbytes for piece in pieces)
+            gaps_nbytes = hull.nbytes - tensors_nbytes
+            is_whole = file in self._streams and gaps_nbytes < tensors_nbytes
+            ranges += [hull] if is_whole else pieces
+            nbytes += gaps_nbytes if is_whole else 0
         try:
             with self._pieces.room_for(nbytes, ranges):
                 yield
         finally:
-            self._own_files.pop(threading.get_ident(), None)
+            self._streamed_for.pop(threading.get_ident(), None)
 
     def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
         return min(self._pieces.held_nbytes(groups, at_once), self.checkpoint.nbytes)
@@ -273,7 +271,7 @@ class HubSource:
             self._check_there(self._single)
             names = [self._single]
 
-        # A pipeline: its components are checkpoints, and what lies beside them travels.
+        # A pipeline: its components are checkpoints, and files beside them are copied.
         if PIPELINE in names:
             folders = {name.partition("/")[0] for name in self._files if "/" in name}
             if components := find_components(read_whole(self, PIPELINE), folders):
@@ -282,7 +280,7 @@ class HubSource:
                 at = self._repo, self._commit
                 return Checkpoint(*at, {}, (), sidecars, left_out, (), stamps, components)
 
-        # The shards: what the index or their names say.
+        # The shards: by the index or by their names.
         index = find_index(names)
         weight_map = read_index(read_whole(self, index), index) if index else None
         shards = choose_shards(where, names, weight_map)
@@ -317,12 +315,11 @@ class HubSource:
         )
 
     def _header(self, name: str) -> Header:
-        """Read the header of a shard, as the commit has it where it is none."""
+        """Read the header of a shard; prove the shard if the header is unsound."""
         try:
             return self._read_header(name)
         except InputError:
-            # It is what the commit names: what came for the header was not.
-            self._prove(name)
+            self._prove(name)  # the shard is sound, so the header came damaged
             self._pieces.forget(name)
             self._heads.pop(name, None)
             return self._read_header(name)
@@ -330,9 +327,7 @@ class HubSource:
     def _prove(self, name: str) -> None:
         """Hash a shard whose header makes no sense.
 
-        Two requests that agree prove nothing: a mirror may have another file of that size.
-
-        Raises  SourceError where it is not what the commit names
+        Two equal replies prove nothing: a mirror may have another file of that size.
         """
         if name in self._cached:
             self._check_cached(name)
@@ -367,10 +362,7 @@ class HubSource:
 
 
 class _RemoteStream(io.RawIOBase):
-    """A file from its first byte to its last.
-
-    SourceError at its end where the content is not what its hash says.
-    """
+    """A file from its first byte to its last; SourceError at a wrong hash."""
 
     def __init__(self, pieces: Pieces, file: RemoteFile) -> None:
         self._pieces = pieces
@@ -402,6 +394,6 @@ class _RemoteStream(io.RawIOBase):
 def _copy_into(parts: Iterator[memoryview] | list[memoryview], buffer: memoryview) -> None:
     done, whole = 0, np.frombuffer(buffer, np.uint8)
     for part in parts:
-        # By NumPy, which lets other threads run meanwhile.
+        # NumPy releases the GIL for the copy.
         whole[done : done + part.nbytes] = np.frombuffer(part, np.uint8)
         done += part.nbytes

@@ -1,7 +1,7 @@
 """Bring a file from its first byte to its last, and hash it.
 
-The pieces come in the order of the file, a few ahead of the readers, and are hashed.  A reader who
-is ahead of the hash waits for it, so that no piece is fetched twice.
+The pieces come in the order of the file, a few ahead of the readers.  A reader who is ahead of the
+hash waits for it, so that no piece is fetched twice.
 """
 
 from __future__ import annotations
@@ -13,17 +13,24 @@ from functools import partial
 
 from fp4convert.errors import CORRUPT, SourceError
 from fp4convert.storage.hub import prefetch
-from fp4convert.storage.hub.hashes import corrupt, hasher
-from fp4convert.storage.hub.prefetch import AGAIN, Hashed, Piece, Pieces, is_same
+from fp4convert.storage.hub.prefetch import (
+    AGAIN,
+    Hashed,
+    Piece,
+    Pieces,
+    corrupt,
+    hasher,
+    is_same,
+)
 
-STALL_SECONDS = 1.0  # without a step of any reader, after which nobody is on the way to a piece
+STALL_SECONDS = 1.0  # without a step of any reader: then nobody is on the way to a piece
 
 
 class Stream:
     """One file on its way from its first byte to its last.
 
-    oid   what the content is known by: 64 hex digits are its sha256, 40 are git's hash of it
-    head  its first bytes as they came before; they must be the same
+    oid   64 hex digits are the sha256 of the content, 40 are git's hash
+    head  the first bytes as they came before; they must be the same
     """
 
     def __init__(self, pieces: Pieces, file: str, nbytes: int, oid: str, head: bytes = b"") -> None:
@@ -35,15 +42,15 @@ class Stream:
         self._head = head
         self._oid = oid
         self._hash = hasher(nbytes, oid)
-        # Of what only two requests have said: hashes on their way, and digests.
-        self._begun: dict[Piece, hashlib._Hash] = {}
-        self._found: dict[Piece, bytes] = {}
+        # Hashes and digests of pieces that only two requests agree on.
+        self._hashes: dict[Piece, hashlib._Hash] = {}
+        self._digests: dict[Piece, bytes] = {}
         self._wanted: set[int] = set()
         self._unread = [piece.stop - piece.start for piece in self._all]
-        self._at = 0  # number of the piece that is hashed next
-        self._early: set[int] = set()  # hashed before anybody has asked for them
-        self._given_up = 0  # number below which nobody is on the way to a piece
-        self._steps = 0  # of readers, and of the hash
+        self._at = 0  # number of the next piece to hash
+        self._early: set[int] = set()  # hashed before a reader wanted them
+        self._given_up = 0  # nobody is on the way to a piece below this number
+        self._steps = 0  # of readers and of the hash
         self._changed = threading.Condition()
         self._is_waiting = self._is_ending = self._is_stopped = False
         self._error: BaseException | None = None
@@ -52,10 +59,7 @@ class Stream:
         self._thread.start()
 
     def cover(self, start: int, stop: int) -> list[Piece]:
-        """Return the pieces that hold a range.
-
-        Waits until the hash is not far from them.
-        """
+        """Return the pieces of a range; wait until the hash is near them."""
         numbers = range(start // prefetch.PIECE_NBYTES, -(-stop // prefetch.PIECE_NBYTES))
         if not self._wanted.issuperset(numbers):
             with self._changed:
@@ -66,14 +70,11 @@ class Stream:
         return [self._all[number] for number in numbers]
 
     def is_near(self, start: int) -> bool:
-        """Tell whether a reader would not wait for the hash, or not long."""
+        """Return whether a reader would wait for the hash hardly or not at all."""
         return start // prefetch.PIECE_NBYTES - self._at < prefetch.AHEAD + prefetch.CONNECTIONS
 
     def _wait_for_hash(self, number: int) -> None:
-        """Wait until the hash is near a piece.
-
-        Where it waits for other readers, and none of them comes, it is sent on.
-        """
+        """Wait until the hash is near a piece; push it on if it waits in vain."""
         steps = self._steps
         while not self._changed.wait_for(
             lambda: number - self._at < prefetch.AHEAD or self._is_stopped, STALL_SECONDS
@@ -89,26 +90,22 @@ class Stream:
         self._changed.notify_all()
 
     def have_read(self, start: int, stop: int) -> None:
-        """Note that a reader has that range.
-
-        Pieces that were read to their last byte need not stay.
-        """
+        """Note a range as read; pieces that were read whole may go."""
         with self._changed:
             for number in range(start // prefetch.PIECE_NBYTES, -(-stop // prefetch.PIECE_NBYTES)):
                 piece = self._all[number]
                 self._unread[number] -= min(stop, piece.stop) - max(start, piece.start)
                 self._spend(number)
-            self._steps += 1  # nobody waits for it
+            self._steps += 1  # nobody waits for this step
 
     def _spend(self, number: int) -> None:
         if number < self._at and (self._unread[number] <= 0 or self._is_ending):
             self._pieces.spend([self._all[number]])
 
     def end(self) -> None:
-        """Bring and hash what is left.
+        """Fetch and hash the rest.
 
-        Raises  SourceError where the content is not what its hash says, or what was made of it
-                before was not
+        Raises  SourceError for a wrong hash, also of what was read before
         """
         with self._changed:
             self._is_ending = True
@@ -120,8 +117,8 @@ class Stream:
             raise self._error
         if self._hash.hexdigest() != self._oid:
             raise corrupt(self._all[0].file, self._oid, self._hash.hexdigest())
-        for piece, digest in self._found.items():
-            with suppress(SourceError):  # whoever used it is told by count_refuted
+        for piece, digest in self._digests.items():
+            with suppress(SourceError):  # count_refuted tells its users
                 self._pieces.settle(piece, digest)
         self._pieces.check_plan()
 
@@ -136,7 +133,7 @@ class Stream:
                 self._wait_for_readers(number)
                 if self._is_stopped or not self._hash_piece(number):
                     return
-        except BaseException as error:  # raised again where the stream ends
+        except BaseException as error:  # raised again by `end`
             self._error = error
         finally:
             self._pieces.count_streams(-1)
@@ -149,10 +146,7 @@ class Stream:
                 self._early.add(number)
 
     def _may_go_on(self, number: int) -> bool:
-        """Tell whether readers are near enough to fetch a piece for.
-
-        A piece that has its room need not be waited for, nor one that nobody is on the way to.
-        """
+        """Return whether to fetch a piece now: readers are near, or none comes."""
         self._is_waiting = False
         if self._is_ending or self._is_stopped or number in self._wanted:
             return True
@@ -164,10 +158,7 @@ class Stream:
         return False
 
     def _hash_piece(self, number: int) -> bool:
-        """Fetch and hash a piece, and fetch those after it meanwhile.
-
-        Returns  False where it was stopped
-        """
+        """Hash a piece, and fetch the next ones meanwhile; False once stopped."""
         piece = self._all[number]
         coming = self._pieces.fetch(piece)
         last = number + self._pieces.share_of(self._pieces.connections)
@@ -184,7 +175,7 @@ class Stream:
         before = self._hash.copy()
         self._hash.update(data)
         with self._changed:
-            if self._is_stopped:  # what another stream of the file notes may not be ours
+            if self._is_stopped:  # another stream of the file may note its own hashes
                 return False
             self._pieces.note_hash(piece, Hashed(before, self._hash.digest()))
             self._at = number + 1
@@ -193,12 +184,12 @@ class Stream:
         return True
 
     def _hash_unproven(self, piece: Piece, data: memoryview) -> None:
-        """Hash parts of a piece that two requests have brought before."""
+        """Hash the parts of a piece that only two requests agree on."""
         for part in self._pieces.unproven(piece.file):
             if piece.start <= part.start < piece.stop:
-                self._begun[part] = hashlib.sha256()
-            if part in self._begun and part.stop > piece.start:
+                self._hashes[part] = hashlib.sha256()
+            if part in self._hashes and part.stop > piece.start:
                 first, last = max(part.start, piece.start), min(part.stop, piece.stop)
-                self._begun[part].update(data[first - piece.start : last - piece.start])
+                self._hashes[part].update(data[first - piece.start : last - piece.start])
                 if part.stop <= piece.stop:
-                    self._found[part] = self._begun.pop(part).digest()
+                    self._digests[part] = self._hashes.pop(part).digest()

@@ -1,8 +1,8 @@
 """Upload an artifact while it is made, as one commit.
 
-Decides which repository may be written to, which of its files leave with the commit, and whether a
-commit whose reply was lost was made.  It is made against the commit that was the head when the run
-began; bytes travel by huggingface_hub.
+Decides which repository may be written to, which of its files the commit removes, and whether a
+commit whose reply was lost exists.  Its parent is the head at the begin of the run; huggingface_hub
+sends the bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
+from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError
 from fp4convert.storage.checkpoint_files import CARD
 from fp4convert.storage.hub.api import (
     AGAIN,
@@ -28,34 +28,35 @@ from fp4convert.storage.hub.api import (
     cannot_read,
     hub_headers,
 )
-from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_endpoint, check_token
-from fp4convert.storage.hub.repository import Head, Places, files_in_record, read_head
-from fp4convert.storage.hub.uploaded_file import (
+from fp4convert.storage.hub.http import RangeReader, check_endpoint, check_token
+from fp4convert.storage.hub.repository import (
+    Head,
+    Places,
     UploadedFile,
     check_name,
     file_on_disk,
     operation_of,
+    read_head,
+    read_record,
 )
 from fp4convert.storage.source import BRANCH
 from fp4convert.version import __version__
 
-RECORD_LIMIT = 64 << 20  # bytes of an earlier artifact's record that are read
-ASKED_AT_ONCE = 256  # objects, as huggingface_hub asks
+ASKED_AT_ONCE = 256  # objects a request, as in huggingface_hub
 Progress = Callable[[str, int], None]
 
 
 class Pusher:
     """Puts one artifact into one repository.
 
-    `begin`, `add` while files are made, then `commit`; or `stop`.
+    Call `begin`, `add` for each file, then `commit`; or `stop`.  Construction sends no request.
 
     repo        ORG/NAME on the Hub
     is_private  the repository must not be public; a new one is made private
-    token       the one that is logged in where it is None
-    tell        gets a line for people when something has to wait, or leaves the repository
+    token       None is the login's
+    tell        gets a line for people about waits and removed files
     names       of the files to come
-    Raises      InputError for names that cannot be, AccessError without a token that can be sent;
-                nobody was asked yet
+    Raises      InputError for impossible names, AccessError without a usable token
     """
 
     def __init__(
@@ -74,21 +75,21 @@ class Pusher:
         self._headers = self._check_request(named, token)
         self._patience = Patience()
         self._asker = Asker(repo, token, self._patience, tell)
-        self._parent: Head | None = None
-        self._ours: set[str] = set()  # files of the artifacts that are there, by their records
+        self._begun: Head  # the head when the run began
+        self._ours: set[str] = set()  # files in the records of artifacts in the repository
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Future[None], bool] | None] = (
             queue.SimpleQueue()
         )
         self._started: dict[str, Future[None]] = {}
         self._worker: threading.Thread | None = None
         self._starting = threading.Lock()
-        self._failure: OutputError | None = None  # why nothing more is tried before the end
-        self._told: BaseException | None = None  # what people know already
+        self._failure: OutputError | None = None  # ends all tries before `commit`
+        self._reported: BaseException | None = None  # the error that people know already
         # Name -> sha256, huggingface_hub's operation.
         self._uploaded: dict[str, tuple[str, Any]] = {}
 
     def _check_request(self, names: Iterable[str], token: str | None) -> dict[str, str]:
-        """Check that requests can be made, and return their headers."""
+        """Check names, address and token; return the headers of requests."""
         from huggingface_hub import constants, get_token
         from huggingface_hub.utils._validators import validate_repo_id
 
@@ -111,13 +112,10 @@ class Pusher:
         return headers
 
     def begin(self) -> None:
-        """Make sure that the repository is there and may be written to.
+        """Create the repository if needed, and check that it may be written to.
 
-        Before anything is converted.
-
-        Raises  AccessError where the token may not write; OutputError where the Hub does not
-                answer, where the repository is public and must not be, or holds weights that
-                fp4convert did not write
+        Raises  AccessError for a token without write access; OutputError for a silent Hub, a public
+                repository that must be private, or foreign weights in it
         """
         self._asker.begin()
         api, visibility = self._asker.api, True if self._is_private else None
@@ -127,7 +125,7 @@ class Pusher:
         )
         self._asker.ask("it cannot be written to", lambda: api.auth_check(self.repo, write=True))
         self._asker.may_write = True
-        head = self._look(BRANCH)
+        head = self._asker.ask("it cannot be listed", lambda: self._look_once(BRANCH))
         if not head.commit:
             found = f"{self.repo}: the Hub does not say which commit is the newest"
             detail = f"{found}; expected one, against which ours is made"
@@ -136,10 +134,11 @@ class Pusher:
             detail = f"{self.repo} is a public repository; --private expects one that is not"
             next_step = "Make it private in its settings, or name another."
             raise OutputError("public-repo", detail, next_step)
-        self._parent = head
+        self._begun = head
         recorded: dict[str, str] = {}
+        reader = RangeReader(self._headers, self._patience, self._tell)
         for record in self._places.records:
-            recorded |= self._recorded_files(head, record)
+            recorded |= read_record(reader, self.repo, head, record)
         changed = {name for name, sha256 in recorded.items() if head.holds_other(name, sha256)}
         self._ours = recorded.keys() - changed
         if weights := self._places.foreign_weights(head, self._ours, changed):
@@ -152,11 +151,9 @@ class Pusher:
             raise OutputError("foreign-repo", detail, next_step)
 
     def add(self, path: Path, name: str, sha256: str) -> None:
-        """Upload a finished file in the background; any thread may.
+        """Upload a finished file in the background; safe for several threads.
 
-        What goes wrong is told, and tried once more by `commit`.
-
-        path  stays as it is until then
+        A failure is reported, and `commit` tries again; until then the file must stay.
         """
         future = self._start(
             name, lambda: self._upload(file_on_disk(path, name, sha256)), is_early=True
@@ -164,24 +161,23 @@ class Pusher:
         future.add_done_callback(self._tell_failure)
 
     def send(self, path: Path, name: str, sha256: str) -> Future[None]:
-        """Upload a finished file that is removed then; any thread may.
+        """Upload a finished file before its removal; safe for several threads.
 
-        Returns  what ends once the Hub says that it holds the file, or fails: its error ends the
-                 run, and is told there alone
+        Returns  a future that ends when the Hub confirms the file; its error ends the run, and is
+                 not reported here
         """
         future = self._start(
             name, lambda: self._give_away(file_on_disk(path, name, sha256)), is_early=True
         )
-        future.add_done_callback(self._remember_told)
+        future.add_done_callback(self._remember_error)
         return future
 
     def find_lost(self, files: Mapping[str, tuple[int, str]]) -> set[str]:
-        """Return those of the files that the Hub does not hold.
+        """Return the names of files that the Hub does not hold.
 
-        A file that was sent lies there before a commit names it, but need not for ever.
+        A file lies there before a commit names it, but the Hub may drop it again.
 
-        files   name -> size and sha256
-        Raises  as `begin` does
+        files  name -> size and sha256
         """
         from huggingface_hub import constants
         from huggingface_hub.lfs import UploadInfo, post_lfs_batch_info
@@ -202,9 +198,9 @@ class Pusher:
                 endpoint=constants.ENDPOINT,
                 headers=self._headers,
             )
-            # By git LFS: what the server has comes back without an action.
+            # git LFS answers without an action for objects that the server has.
             objects, _, _ = self._asker.ask("it does not say what it holds", call)
-            held |= {found["oid"] for found in objects if not found.get("actions")}
+            held |= {item["oid"] for item in objects if not item.get("actions")}
         return {name for name, (_, oid) in asked.items() if oid not in held}
 
     def commit(
@@ -215,17 +211,15 @@ class Pusher:
         report: Progress = lambda name, nbytes: None,
         gone: Mapping[str, int] | None = None,
     ) -> str:
-        """Make sure that every file is up, and name them in one commit.
+        """Upload all missing files, and name all files in one commit.
 
-        Returns its address.
-
-        files   name in the folder -> sha256; a README.md among them gives way to the card
-        card    the text of README.md; None for the folder's own, if any
-        report  is called with the name and the bytes of each file that is up
-        gone    bytes of the files that were sent and are not in the folder any more
-        Raises  AccessError where the token may not write any more; OutputError where somebody else
-                has committed since `begin`, where the Hub refuses the card or a file, or does not
-                answer
+        files    name in the folder -> sha256; the card replaces a README.md among them
+        card     the text of README.md; None for the folder's own, if any
+        report   gets the name and the bytes of each uploaded file
+        gone     sizes of sent files that left the folder
+        Returns  the address of the commit
+        Raises   AccessError for a lost write access; OutputError for another commit since `begin`,
+                 a refusal, or a silent Hub
         """
         from huggingface_hub import constants
 
@@ -264,19 +258,16 @@ class Pusher:
         return f"{constants.ENDPOINT}/{self.repo}/commit/{head.commit}"
 
     def stop(self) -> None:
-        """End soon: begin nothing more, and wait for nothing."""
+        """End soon: begin nothing, and wait for nothing."""
         self._asker.stop()
         self._queue.put(None)
         if self._worker is not None:
             self._worker.join(timeout=0.5)
 
     def _start(self, name: str, do: Callable[[], None], is_early: bool = False) -> Future[None]:
-        """Hand a file to the one thread that uploads.
+        """Queue work on a file for the one thread that uploads.
 
-        The others stay free for signals and for work.
-
-        do        what becomes of it
-        is_early  there is another time for it: it is not tried once the Hub was given up
+        is_early  `commit` tries again: skip it once the Hub was given up
         """
         with self._starting:
             if self._worker is None:
@@ -293,21 +284,21 @@ class Pusher:
                     raise self._failure
                 do()
                 future.set_result(None)
-            except OSError as error:  # of the Hub, these have been judged
+            except OSError as error:  # of this disk: those of the Hub are Fp4Errors by now
                 future.set_exception(error if error.filename is None else cannot_read(error))
-            except Exception as error:  # a bug of ours, too, comes to light in `commit`
+            except Exception as error:  # also our bugs: `commit` raises them
                 if isinstance(error, OutputError) and error.code == "hub-unreachable":
                     self._failure = error
                 future.set_exception(error)
 
-    def _remember_told(self, future: Future[None]) -> None:
-        self._told = future.exception() or self._told
+    def _remember_error(self, future: Future[None]) -> None:
+        self._reported = future.exception() or self._reported
 
     def _tell_failure(self, future: Future[None]) -> None:
-        """Tell an error once; all later files of a Hub that was given up have it."""
-        error, told = future.exception(), self._told
-        self._remember_told(future)
-        if isinstance(error, Fp4Error) and error is not told and not self._asker.is_stopped:
+        """Report an error once: all files after a given-up Hub have the same."""
+        error, reported = future.exception(), self._reported
+        self._remember_error(future)
+        if isinstance(error, Fp4Error) and error is not reported and not self._asker.is_stopped:
             self._tell(f"not uploaded yet, and tried again at the end: {error.message}")
 
     def _wait(self, future: Future[None]) -> None:
@@ -326,20 +317,20 @@ class Pusher:
         self._uploaded[file.name] = file.sha256, operation
 
     def _preupload(self, *operations: Any) -> None:
-        """Send files as huggingface_hub does; small ones wait.
+        """Send large files; the bytes of small ones come with the commit.
 
-        The Hub decides which are small: their bytes come with the commit.
+        The Hub decides which are small.
         """
-        # An empty list of what git ignores: a repository's own would leave files out in silence.
+        # An empty .gitignore: the repository's own would drop files in silence.
         self._asker.api.preupload_lfs_files(
             self.repo, operations, revision=BRANCH, free_memory=False, gitignore_content=""
         )
 
     def _give_away(self, file: UploadedFile) -> None:
-        """Upload a file that will not stay; the Hub must say that it has it.
+        """Upload a file that will be removed; require the Hub's confirmation.
 
-        By the Hub's plain storage of large files, whatever else is installed: what it has of
-        these, it says before a commit names them.
+        It goes to git LFS even if hf_xet is installed: only git LFS confirms a file before a commit
+        names it.
         """
         if self._begun.holds(file):
             return
@@ -360,9 +351,9 @@ class Pusher:
             raise OutputError("push-small", detail, next_step)
 
     def _name_absent(self, files: list[UploadedFile]) -> None:
-        """Prepare the commit to name files that left this disk.
+        """Prepare the commit for files that left this disk.
 
-        Raises  OutputError where the Hub does not hold one
+        Raises  OutputError for a file that the Hub lost
         """
         if lost := self.find_lost({file.name: (file.nbytes, file.sha256) for file in files}):
             found = f"{self.repo}: the Hub does not hold {len(lost)} files any more"
@@ -377,13 +368,13 @@ class Pusher:
         self._uploaded |= {file.name: (file.sha256, operation) for file, operation in operations}
 
     def _commit_once(self, files: list[UploadedFile]) -> Head:
-        """Return a commit that holds every file; make it if need be.
+        """Return a commit that holds every file; make it unless it exists.
 
-        This call, an earlier one or another worker may have made it.
+        An earlier call or another worker may have made it.
         """
         from huggingface_hub import CommitOperationDelete
 
-        # Whoever calls it asks again: twice as many tries would outlast its time.
+        # The caller repeats it: tries inside of tries would outlast its time.
         head, parent = self._look_once(BRANCH), self._begun
         missing = [file for file in files if not head.holds(file)]
         stale = self._places.stale_files(head, self._ours, {file.name for file in files})
@@ -400,7 +391,7 @@ class Pusher:
             for file in missing
             if file.name in head.files and (file.name == CARD or not self._ours)
         ]
-        if kept:  # what people write, or what was there before anything of ours
+        if kept:  # people's own files, or files older than our artifacts
             found = f"as commit {head.commit[:8]} has them: {', '.join(kept)}"
             self._tell(f"{self.repo}: other contents are replaced, {found}")
         operations = [
@@ -408,7 +399,7 @@ class Pusher:
             *map(CommitOperationDelete, stale),
         ]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # words of the server's own
+            warnings.simplefilter("ignore")  # the server's own texts
             made = self._asker.api.create_commit(
                 self.repo,
                 operations,
@@ -418,31 +409,5 @@ class Pusher:
             )
         return self._look_once(made.oid)
 
-    def _recorded_files(self, head: Head, record: str) -> dict[str, str]:
-        """Return what files_in_record does; nothing where there is no record."""
-        from huggingface_hub import constants, hf_hub_url
-
-        nbytes, oid = head.files.get(record, (0, ""))
-        if not 0 < nbytes < RECORD_LIMIT:
-            return {}
-        url = hf_hub_url(self.repo, record, revision=head.commit, endpoint=constants.ENDPOINT)
-        data = bytearray(nbytes)
-        try:
-            reader = RangeReader(self._headers, self._patience, self._tell)
-            reader.read_into(RemoteFile(record, url, nbytes, oid, head.commit), 0, memoryview(data))
-        except SourceError as error:
-            raise OutputError("hub-unreachable", f"{self.repo}: {error.message}", AGAIN) from None
-        return files_in_record(data, record)
-
-    def _look(self, revision: str) -> Head:
-        """Return the newest commit of a branch, or that commit."""
-        return self._asker.ask("it cannot be listed", lambda: self._look_once(revision))
-
     def _look_once(self, revision: str) -> Head:
         return read_head(self._asker.api, self.repo, revision)
-
-    @property
-    def _begun(self) -> Head:
-        if self._parent is None:
-            raise RuntimeError("begin comes first")
-        return self._parent

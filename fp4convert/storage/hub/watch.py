@@ -1,7 +1,7 @@
-"""End connections over which too little comes.
+"""Close connections that bring too little.
 
-A socket's own time limit counts from one byte to the next, so that a server which sends one now and
-then would be waited for without end.
+A socket's own time limit counts from one byte to the next: a server that sends one now and then
+would keep it open without end.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from functools import partial
 from typing import Any
 
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
-from urllib3.connection import HTTPConnection, HTTPSConnection
 
-LOOKS = 8  # in the time that a transfer has
+LOOKS = 8  # in the time limit of a transfer
 
 
 @dataclass(slots=True)
 class Transfer:
-    """What comes over one connection; whoever reads counts it.
+    """The bytes of one connection, counted by its reader.
 
-    shut                breaks the connection off, whoever waits for it
-    seen_nbytes, since  what had come when the watch last was content, and when
+    shut                closes the connection under its reader
+    seen_nbytes, since  bytes and time when the watch was last content
     """
 
     shut: Callable[[], None]
@@ -37,14 +36,14 @@ class Transfer:
 
     def end(self) -> None:
         self.is_ended = True
-        with suppress(OSError, ValueError, RuntimeError):  # read to its end meanwhile
+        with suppress(OSError, ValueError, RuntimeError):  # it ended meanwhile
             self.shut()
 
 
 class Watch:
-    """Looks at transfers from a thread of its own, while there are any.
+    """Watches transfers in a thread of its own, while there are any.
 
-    least_nbytes  that a transfer brings in `seconds`, or it is ended
+    least_nbytes  that a transfer must bring in `seconds`
     """
 
     def __init__(self, least_nbytes: int, seconds: float) -> None:
@@ -56,7 +55,7 @@ class Watch:
 
     @contextmanager
     def over(self, shut: Callable[[], None]) -> Iterator[Transfer]:
-        """Watch a transfer in here."""
+        """Watch a transfer inside the context."""
         transfer = Transfer(shut, since=time.monotonic())
         with self._lock:
             self._transfers.append(transfer)
@@ -67,7 +66,7 @@ class Watch:
             yield transfer
         finally:
             with self._lock:
-                self._transfers = [each for each in self._transfers if each is not transfer]
+                self._transfers = [other for other in self._transfers if other is not transfer]
 
     def _look(self) -> None:
         while True:
@@ -86,7 +85,7 @@ class Watch:
                 transfer.seen_nbytes, transfer.since = transfer.nbytes, now
 
     def pools(self) -> dict[str, type[HTTPConnectionPool]]:
-        """Return urllib3's pools, which give up heads of replies that drip."""
+        """Return pool classes for urllib3 that also watch heads of replies."""
         watch = self
 
         class Watched:
@@ -104,19 +103,14 @@ class Watch:
                     try:
                         yield
                     finally:
-                        if transfer.is_ended:  # or what came by then counts as the head
+                        if transfer.is_ended:  # else the part of a head passes as whole
                             raise TimeoutError("the head of the reply did not come") from None
 
-        class Plain(Watched, HTTPConnection):
-            pass
+        def watched_pool(kind: type[HTTPConnectionPool]) -> type[HTTPConnectionPool]:
+            connection = type("WatchedConnection", (Watched, kind.ConnectionCls), {})
+            return type("WatchedPool", (kind,), {"ConnectionCls": connection})
 
-        class Secure(Watched, HTTPSConnection):
-            pass
-
-        class PlainPool(HTTPConnectionPool):
-            ConnectionCls = Plain
-
-        class SecurePool(HTTPSConnectionPool):
-            ConnectionCls = Secure
-
-        return {"http": PlainPool, "https": SecurePool}
+        return {
+            "http": watched_pool(HTTPConnectionPool),
+            "https": watched_pool(HTTPSConnectionPool),
+        }

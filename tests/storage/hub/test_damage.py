@@ -9,9 +9,19 @@ from contextlib import nullcontext
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import FIRST, LAYER, SECOND, run, weight, write_checkpoint, write_llama
+from checkpoints import (
+    FIRST,
+    INDEX,
+    LAYER,
+    SECOND,
+    run,
+    weight,
+    write_checkpoint,
+    write_llama,
+    write_single,
+)
 from gguf_donors import model, write_donor
-from hub_cases import ALL_FILES, NVFP4, ask, cached, expect
+from hub_cases import ALL_FILES, NVFP4, ask, cached, damage, expect
 from safetensors import safe_open
 
 from fp4convert.errors import SourceError
@@ -34,21 +44,12 @@ def header_nbytes(path) -> int:
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
 
 
-@pytest.mark.parametrize("after", [0, 1])
-def test_a_header_that_came_damaged_is_fetched_again(after, hub, folder, tmp_path):
+@pytest.mark.parametrize(("place", "after"), [("header", 0), ("header", 1), (1, 1), (1, 2)])
+def test_what_came_damaged_is_fetched_again(place, after, hub, folder, tmp_path):
+    """A header, or an exponent of v_proj, which the first shard measures."""
     expected = expect(hub, folder, tmp_path / "a")
-    at = (folder / SECOND).read_bytes().index(b"lm_head")
+    at = (folder / SECOND).read_bytes().index(b"lm_head") if place == "header" else place
     fault = hub.fault("flip", match=SECOND, at=at, after=after)
-    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == expected
-    assert fault.times == 0
-
-
-@pytest.mark.parametrize("after", [1, 2])
-def test_a_member_in_another_shard_that_came_damaged_is_fetched_again(after, hub, folder, tmp_path):
-    expected = expect(hub, folder, tmp_path / "a")
-    fault = hub.fault(
-        "flip", match=SECOND, at=1, after=after
-    )  # an exponent of v_proj, which the first shard measures
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == expected
     assert fault.times == 0
 
@@ -58,7 +59,7 @@ def test_a_header_that_was_damaged_twice_in_the_same_way_is_found_by_the_hash(
 ):
     at = (folder / SECOND).read_bytes().index(b"lm_head")
     hub.fault("flip", match=SECOND, at=at, times=2)  # a tensor of another name
-    (folder / "model.safetensors.index.json").unlink()
+    (folder / INDEX).unlink()
     hub.add("org/m", folder)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
     assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt")
@@ -95,11 +96,8 @@ def test_inspect_and_verify_blame_no_artifact_for_what_the_network_did(
     fault = hub.fault("flip", match="safetensors", after=after, at=2)
     outcome = ask(*command, "--json")
     if "error" in outcome.json:  # a file that is hashed anyway, and came damaged
-        assert (outcome.code, outcome.json["error"]["code"], fault.times) == (
-            3,
-            "source-corrupt",
-            0,
-        )
+        found = outcome.code, outcome.json["error"]["code"], fault.times
+        assert found == (3, "source-corrupt", 0)
     else:
         assert outcome.json == expected
 
@@ -107,9 +105,8 @@ def test_inspect_and_verify_blame_no_artifact_for_what_the_network_did(
 def test_verify_fetches_the_weights_once_and_some_rows_to_compare(
     hub, folder, artifact, monkeypatch
 ):
-    monkeypatch.setattr(
-        "fp4convert.quality.source_match.COMPARED_ELEMENTS", 8
-    )  # eight rows of a module, one from each part of it
+    # Eight rows of a module, one from each part of it.
+    monkeypatch.setattr("fp4convert.quality.source_match.COMPARED_ELEMENTS", 8)
     hub.seen.clear()
     assert ask("verify", "org/q", "--source", "org/m", "--json").code == 0
     for file in (FIRST, SECOND):
@@ -119,12 +116,16 @@ def test_verify_fetches_the_weights_once_and_some_rows_to_compare(
             for seen in hub.seen
             if "/org/m/" in seen.path and file in seen.path and seen.where == "storage"
         ]
-        data = sum(
-            int(match[2]) + 1 - max(begins, int(match[1]))
-            for match in asked
-            if int(match[2]) >= 1 << 15
-        )
+        ranges = [(int(match[1]), int(match[2])) for match in asked]
+        data = sum(end + 1 - max(begins, first) for first, end in ranges if end >= 1 << 15)
         assert data <= 1.1 * (folder / file).stat().st_size
+
+
+def cached_shard(hub, folder, tmp_path):
+    """A shard in the Hub's cache, where all files of org/m are."""
+    names = [name for name in ALL_FILES if (folder / name).exists()]
+    (shard,) = cached(hub, folder, tmp_path, names).glob(f"snapshots/*/{SECOND}")
+    return shard
 
 
 @pytest.mark.parametrize("is_offline", [False, True])
@@ -133,13 +134,10 @@ def test_a_member_that_is_damaged_in_the_cache_is_no_part_of_an_artifact(
 ):
     from huggingface_hub import constants
 
-    names = [name for name in ALL_FILES if (folder / name).exists()]
-    cache = cached(hub, folder, tmp_path, names)
+    shard = cached_shard(hub, folder, tmp_path)
     expected = expect(hub, folder, tmp_path / "a")
-    (shard,) = cache.glob(f"snapshots/*/{SECOND}")
-    data = bytearray(shard.read_bytes())
-    data[header_nbytes(shard) + 1] ^= 0x20  # v_proj, which the first shard measures
-    shard.resolve().write_bytes(data)
+    at = header_nbytes(shard) + 1  # v_proj, which the first shard measures
+    damage(shard, at, 0x20)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
     if not is_offline:
@@ -147,8 +145,7 @@ def test_a_member_that_is_damaged_in_the_cache_is_no_part_of_an_artifact(
         return
     assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt")
     # Shards are filled at once: the first may have measured it, and then is made again.
-    data[header_nbytes(shard) + 1] ^= 0x20
-    shard.resolve().write_bytes(data)
+    damage(shard, at, 0x20)
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == expected
 
 
@@ -166,9 +163,7 @@ def test_a_piece_that_is_fetched_again_with_a_flipped_byte_is_no_part_of_an_arti
     monkeypatch.setattr(prefetch, "SPARE_NBYTES", 1 << 16)
     for module in (prefetch, source_module):
         monkeypatch.setattr(module, "PIECE_NBYTES", 1 << 16)
-    folder = write_checkpoint(
-        tmp_path / "m", {"model.safetensors": {"a.weight": weight(0, 4096, 1024)}}
-    )
+    folder = write_single(tmp_path / "m", {"a.weight": weight(0, 4096, 1024)})
     hub.add("org/m", folder)
     expected = expect(hub, folder, tmp_path / "a")
     fault = hub.fault("flip", match=f"bytes={3 << 16}-", after=1, at=1)
@@ -257,6 +252,13 @@ def test_scales_in_another_shard_that_two_requests_bring_damaged_in_one_way(
     assert outcome.json["digest"] == expected
 
 
+def stored_in(folder, name) -> tuple[str, bytes]:
+    """The shard of a tensor, and its bytes."""
+    file = json.loads((folder / INDEX).read_text())["weight_map"][name]
+    with safe_open(folder / file, "numpy") as opened:
+        return file, opened.get_tensor(name).tobytes()
+
+
 @pytest.mark.parametrize(
     ("option", "module"),
     [("--global-scale", "q_proj"), ("--global-scale", "o_proj"), ("--input-scale", "q_proj")],
@@ -270,19 +272,14 @@ def test_scales_of_another_repository_that_two_requests_bring_damaged_in_one_way
     assert run("quantize", folder, *NVFP4, *words, "-o", donor).code == 0
     hub.add("org/donor", donor)
     wanted = "weight_global_scale" if option == "--global-scale" else "input_global_scale"
-    index = json.loads((donor / "model.safetensors.index.json").read_text())
-    file = index["weight_map"][name := f"{LAYER}.self_attn.{module}.{wanted}"]
-    with safe_open(donor / file, "numpy") as opened:
-        stored = opened.get_tensor(name).tobytes()
+    file, stored = stored_in(donor, f"{LAYER}.self_attn.{module}.{wanted}")
     at = (donor / file).read_bytes().rindex(stored)
     command = ("quantize", folder, *NVFP4, "--activations", "4", option, "org/donor")
     expected = ask(*command, "-o", tmp_path / "a").json["digest"]
-    ranges = [each.range.removeprefix("bytes=") for each in hub.seen if each.range]
-    begins, ends = next(
-        (begins, ends)
-        for begins, ends in (map(int, each.split("-")) for each in ranges)
-        if header_nbytes(donor / file) <= begins <= at <= ends
-    )
+    ranges = [seen.range.removeprefix("bytes=") for seen in hub.seen if seen.range]
+    least = header_nbytes(donor / file)
+    pairs = (map(int, text.split("-")) for text in ranges)
+    begins, ends = next((first, last) for first, last in pairs if least <= first <= at <= last)
     match = rf"{file}.*bytes={begins}-{ends}$"
     fault = hub.fault("flip", match=match, at=at - begins, times=2)
     outcome = ask(*command, "-o", tmp_path / "b")
@@ -310,9 +307,7 @@ def test_a_header_that_two_requests_bring_damaged_in_one_way(at, command, hub, f
 
 
 def test_a_header_that_was_never_sound_is_told_so(hub, folder, tmp_path):
-    data = bytearray((folder / SECOND).read_bytes())
-    data[9] ^= 1
-    (folder / SECOND).write_bytes(data)
+    damage(folder / SECOND, 9)
     hub.add("org/m", folder)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "header")
@@ -326,13 +321,9 @@ def test_an_index_that_a_damaged_header_contradicts_is_not_blamed(hub, folder, t
 
 
 def test_a_header_that_is_damaged_in_the_cache_is_fetched(hub, folder, tmp_path):
-    names = [name for name in ALL_FILES if (folder / name).exists()]
-    cache = cached(hub, folder, tmp_path, names)
+    shard = cached_shard(hub, folder, tmp_path)
     expected = expect(hub, folder, tmp_path / "a")
-    (shard,) = cache.glob(f"snapshots/*/{SECOND}")
-    data = bytearray(shard.read_bytes())
-    data[9] ^= 1
-    shard.resolve().write_bytes(data)
+    damage(shard, 9)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
     assert outcome.json["digest"] == expected
 
@@ -343,10 +334,7 @@ def test_what_a_plan_to_transcode_was_made_of_is_proved(what, hub, folder, tmp_p
     artifact = tmp_path / "q"
     assert run("quantize", folder, "--format", "mxfp4", "-o", artifact, "-q").code == 0
     hub.add("org/q", artifact)
-    index = json.loads((artifact / "model.safetensors.index.json").read_text())
-    file = index["weight_map"][name := f"{LAYER}.self_attn.q_proj.{what}"]
-    with safe_open(artifact / file, "numpy") as opened:
-        stored = opened.get_tensor(name).tobytes()
+    file, stored = stored_in(artifact, f"{LAYER}.self_attn.q_proj.{what}")
     at = (artifact / file).read_bytes().index(stored)
     donor = write_donor(tmp_path / "donor.gguf", model())
     words = ("--dialect", "gguf", "--template", donor, "--json")
@@ -364,12 +352,8 @@ def test_what_a_plan_to_transcode_was_made_of_is_proved(what, hub, folder, tmp_p
 @pytest.mark.parametrize("times", [0, 2])
 def test_what_one_task_refutes_the_other_does_not_believe(times, hub, folder):
     """Two have read the same range; whoever reads the file whole first clears it for both."""
-    ref = next(
-        ref
-        for shard in open_source(str(folder)).checkpoint.shards
-        for ref in shard.tensors
-        if ref.file == SECOND
-    )
+    tensors = open_source(str(folder)).checkpoint.tensors
+    ref = next(ref for ref in tensors if ref.file == SECOND)
     source = HubSource("org/m", Access())
     hub.fault("flip", match=rf"{SECOND}.*bytes={ref.start}-", at=0, times=times)
     with pytest.raises(SourceError) if times else nullcontext(), source.proving([SECOND]):

@@ -3,15 +3,9 @@ wrong.
 """
 
 import json
-import logging
 import re
-import socket
 import subprocess
 import sys
-import threading
-import time
-from contextlib import suppress
-from itertools import pairwise
 
 import pytest
 from checkpoints import (
@@ -25,25 +19,14 @@ from checkpoints import (
     write_single,
     write_zeros,
 )
-from fakehub import SIGNATURE, TOKEN, Storage
+from fakehub import SIGNATURE, TOKEN
 from hub_cases import NVFP4, ask, expect
-from pushing import check_secrets
-from urllib3.connection import HTTPConnection
+from pushing import MANY, at_hub
 
-from fp4convert.errors import Fp4Error, SourceError
-from fp4convert.storage.hub.api import Patience, no_access, pause_of
-from fp4convert.storage.hub.http import (
-    AgainError,
-    RangeReader,
-    RemoteFile,
-    _follow,
-)
-from fp4convert.storage.hub.source import HubSource
+from fp4convert.storage.hub.api import no_access
 from fp4convert.storage.open import open_source
-from fp4convert.storage.source import Access
 
-TOO_MUCH_NBYTES = 64 << 20
-LONG, SOON = 90.0, 30.0  # seconds: what nobody waits for, and what a busy machine may take instead
+SOON = 30.0  # seconds that a busy machine may take
 DROP = {"kind": "drop", "at": 700}
 
 
@@ -62,26 +45,15 @@ def folder(tmp_path, hub):
         [{**DROP, "times": 4, "is_reset": True}],
         [{"kind": "stall", "at": 700, "times": 2}],
         [{"kind": "status", "status": 503, "times": 5}],
-        [
-            {"kind": "status", "status": 500},
-            {"kind": "status", "status": 504, "where": "hub", "match": "resolve", "method": "HEAD"},
-        ],
-        [{"kind": "status", "status": 502, "where": "hub", "match": "api/models", "times": 3}],
+        [{"kind": "status", "status": 500}, at_hub("HEAD", "resolve", 504)],
+        [at_hub("GET", "api/models", 502, times=3)],
         [{"kind": "status", "status": 403, "times": 2}],
         [{"kind": "status", "status": 404}],
         [{"kind": "status", "status": 400}],
         [{"kind": "ignore-range", "times": 2}],
         [{"kind": "gzip"}],
         [{"kind": "status", "status": 429, "headers": {"Retry-After": "1"}}],
-        [
-            {
-                "kind": "status",
-                "status": 429,
-                "where": "hub",
-                "match": "api/models",
-                "headers": {"RateLimit": '"api";r=0;t=1'},
-            }
-        ],
+        [at_hub("GET", "api/models", 429, headers={"RateLimit": '"api";r=0;t=1'})],
         [
             {**DROP, "times": 3},
             {"kind": "status", "status": 403},
@@ -107,11 +79,7 @@ def test_what_passes_changes_no_byte(faults, hub, folder, tmp_path):
 def test_a_reply_that_broke_off_goes_on_where_it_broke(hub, folder, tmp_path):
     hub.fault(**DROP, match="bytes=0-")
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").code == 0
-    assert [
-        seen.range
-        for seen in hub.seen
-        if seen.range and seen.range.startswith(f"bytes={DROP['at']}-")
-    ] != []
+    assert any((seen.range or "").startswith(f"bytes={DROP['at']}-") for seen in hub.seen)
 
 
 def test_links_that_expire_are_resolved_again(hub, folder, tmp_path):
@@ -121,51 +89,30 @@ def test_links_that_expire_are_resolved_again(hub, folder, tmp_path):
     assert len(hub.signed) > 4
 
 
-MANY = 1000
+UNREACHABLE, CHANGED = "source-unreachable", "source-changed"
+ENDLESS = [
+    ({"kind": "status", "status": 503}, "HTTP 503"),
+    ({"kind": "status", "status": 403}, "HTTP 403"),
+    ({"kind": "ignore-range"}, "HTTP 200 where 206"),
+    ({"kind": "gzip"}, "compressed"),
+    ({"kind": "drop", "at": 0}, "ended early"),
+    (at_hub("GET", "api/models"), "503"),
+]
+ONCE = [
+    ({"kind": "etag", "after": 2}, CHANGED, "ETag"),
+    ({"kind": "status", "status": 416, "after": 2}, CHANGED, "no such range"),
+    (at_hub("HEAD", SECOND, kind="commit"), CHANGED, "commit ffff"),
+    (at_hub("HEAD", SECOND, kind="size"), CHANGED, "bytes and now has"),
+    (at_hub("HEAD", SECOND, kind="oid"), CHANGED, "another hash"),
+    (at_hub("HEAD", SECOND, 404), CHANGED, "any more"),
+    (at_hub("HEAD", SECOND, 501), UNREACHABLE, "HTTP 501"),
+]
 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("fault", "code", "word"),
-    [
-        ({"kind": "status", "status": 503, "times": MANY}, "source-unreachable", "HTTP 503"),
-        ({"kind": "status", "status": 403, "times": MANY}, "source-unreachable", "HTTP 403"),
-        ({"kind": "ignore-range", "times": MANY}, "source-unreachable", "HTTP 200 where 206"),
-        ({"kind": "gzip", "times": MANY}, "source-unreachable", "compressed"),
-        ({"kind": "drop", "at": 0, "times": MANY}, "source-unreachable", "ended early"),
-        ({"kind": "etag", "after": 2}, "source-changed", "ETag"),
-        ({"kind": "status", "status": 416, "after": 2}, "source-changed", "no such range"),
-        (
-            {"kind": "commit", "where": "hub", "method": "HEAD", "match": SECOND},
-            "source-changed",
-            "commit ffff",
-        ),
-        (
-            {"kind": "size", "where": "hub", "method": "HEAD", "match": SECOND},
-            "source-changed",
-            "bytes and now has",
-        ),
-        (
-            {"kind": "oid", "where": "hub", "method": "HEAD", "match": SECOND},
-            "source-changed",
-            "another hash",
-        ),
-        (
-            {"kind": "status", "status": 404, "where": "hub", "method": "HEAD", "match": SECOND},
-            "source-changed",
-            "any more",
-        ),
-        (
-            {"kind": "status", "status": 501, "where": "hub", "method": "HEAD", "match": SECOND},
-            "source-unreachable",
-            "HTTP 501",
-        ),
-        (
-            {"kind": "status", "status": 503, "where": "hub", "match": "api/models", "times": MANY},
-            "source-unreachable",
-            "503",
-        ),
-    ],
+    [*(({**fault, "times": MANY}, UNREACHABLE, word) for fault, word in ENDLESS), *ONCE],
     ids=lambda value: value.get("kind") if isinstance(value, dict) else None,
 )
 def test_what_does_not_pass_is_exit_3(fault, code, word, hub, folder, tmp_path):
@@ -178,18 +125,16 @@ def test_what_does_not_pass_is_exit_3(fault, code, word, hub, folder, tmp_path):
 
 def test_a_flipped_bit_is_found_and_the_shard_is_fetched_once_more(hub, folder, tmp_path):
     expected = expect(hub, folder, tmp_path / "a")
-    fault = hub.fault(
-        "flip", match=SECOND, at=50_000, after=4
-    )  # the header came before, and what the first shard measures
+    # The header came before, and what the first shard measures.
+    fault = hub.fault("flip", match=SECOND, at=50_000, after=4)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q", "--workers", 1)
     assert outcome.json["digest"] == expected
     assert fault.times == 0
 
 
 def test_what_only_came_as_nan_is_not_told_as_such(hub, tmp_path):
-    folder = write_single(
-        tmp_path / "nan", {"a.o_proj.weight": ("BF16", (1, 16), b"\x80\x7e" * 16)}
-    )  # one bit below Inf
+    below_inf = ("BF16", (1, 16), b"\x80\x7e" * 16)  # by one bit
+    folder = write_single(tmp_path / "nan", {"a.o_proj.weight": below_inf})
     hub.add("org/nan", folder)
     size = (folder / "model.safetensors").stat().st_size
     fault = hub.fault("flip", where="hub", match="model.safetensors", at=size - 1, after=2)
@@ -221,13 +166,10 @@ def test_a_run_that_was_broken_off_goes_on_with_its_commit_though_the_branch_mov
     commit = hub.repos["org/m"].branches["main"]
     hub.add("org/m", write_single(tmp_path / "other", {"a.o_proj.weight": weight()}))
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == expected
-    assert json.loads((tmp_path / "q" / ".fp4convert" / "plan.json").read_text())["source"] == {
-        "repo": "org/m",
-        "revision": commit,
-    }
-    assert (
-        ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == expected
-    )  # finished, too
+    plan = json.loads((tmp_path / "q" / ".fp4convert" / "plan.json").read_text())
+    assert plan["source"] == {"repo": "org/m", "revision": commit}
+    finished = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q")
+    assert finished.json["digest"] == expected
     moved = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q", "--revision", "main")
     assert (moved.code, moved.json["error"]["code"]) == (5, "other-plan")
 
@@ -311,62 +253,6 @@ def test_no_message_holds_the_password_of_an_address(hub, folder, monkeypatch):
     assert "SECRET" not in f"{error} {error.next_step}"
 
 
-@pytest.mark.parametrize(
-    "location", ["https://зеркало/f", "https://[::/f", "https://host:port/f", "https://host/a b"]
-)
-def test_a_redirect_to_no_address_is_tried_again_and_told(location):
-    with pytest.raises(AgainError, match="not an address"):
-        _follow("https://hub.example/m/resolve/c/f", location)
-
-
-def test_a_server_that_asks_for_no_wait_does_not_use_up_the_tries(hub, folder):
-    reader = RangeReader({}, Patience(5.0, first_seconds=0.2), lambda line: None)
-    commit = hub.repos["org/m"].branches["main"]
-    file = hub.repos["org/m"].commits[commit][SECOND]
-    hub.fault("status", status=429, headers={"Retry-After": "0"}, match=SECOND, times=3)
-    began = time.monotonic()
-    url = f"{hub.endpoint}/org/m/resolve/{commit}/{SECOND}"
-    reader.read_into(
-        RemoteFile(SECOND, url, file.nbytes, file.oid, commit), 0, memoryview(bytearray(10))
-    )
-    assert (
-        time.monotonic() - began > 0.7
-    )  # the least that three waits take: half of 0.2, 0.4 and 0.8 s
-
-
-def test_what_follows_the_bytes_asked_for_is_not_read():
-    sent: list[int] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = threading.Thread(target=_send_too_much, args=(listener, sent), daemon=True)
-        server.start()
-        reader = RangeReader({}, Patience(2.0, first_seconds=0.01), print)
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}/m/resolve/c/f"
-        buffer = bytearray(10)
-        reader.read_into(RemoteFile("f", address, 100, "0" * 40, "c"), 0, memoryview(buffer))
-        server.join(5)
-    assert bytes(buffer) == b"x" * 10
-    assert sum(sent) < TOO_MUCH_NBYTES / 2  # what buffers between the two may hold
-
-
-def _send_too_much(listener: socket.socket, sent: list[int]) -> None:
-    """Answers a HEAD, then a range of ten bytes with a reply of chunks that goes on."""
-    with suppress(OSError):
-        connection, _ = listener.accept()
-        connection.recv(65536)
-        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
-        connection.recv(65536)
-        head = (
-            "HTTP/1.1 206 Partial Content\r\nContent-Range: bytes "
-            "0-9/100\r\nTransfer-Encoding: chunked\r\n\r\n"
-        )
-        connection.sendall(head.encode() + b"a\r\nxxxxxxxxxx\r\n")
-        chunk = b"10000\r\n" + bytes(1 << 16) + b"\r\n"
-        while sum(sent) < TOO_MUCH_NBYTES:
-            connection.sendall(chunk)
-            sent.append(len(chunk))
-        connection.sendall(b"0\r\n\r\n")
-
-
 def test_a_token_given_reads_what_is_gated(hub, folder, tmp_path, monkeypatch):
     hub.add("org/gated", folder, is_gated=True)
     monkeypatch.setenv("HF_TOKEN", "")
@@ -380,143 +266,6 @@ def test_a_token_never_goes_over_plain_http(hub, folder, monkeypatch):
     outcome = ask("quantize", "org/m", *NVFP4)
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "plain-http")
     assert hub.seen == []
-
-
-def test_a_limit_of_the_rate_pauses_every_thread(hub, tmp_path):
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "f").write_bytes(bytes(1 << 20))
-    commit = hub.add("org/f", tmp_path / "r")
-    file = hub.repos["org/f"].commits[commit]["f"]
-    told = []
-    reader = RangeReader({}, Patience(5.0, first_seconds=0.01), told.append)
-    remote = RemoteFile(
-        "f", f"{hub.endpoint}/org/f/resolve/{commit}/f", file.nbytes, file.oid, commit
-    )
-    reader.read_into(remote, 0, memoryview(bytearray(10)))
-    hub.fault("status", status=429, headers={"Retry-After": "1"})
-    hub.seen.clear()
-    threads = [
-        threading.Thread(
-            target=lambda: [
-                reader.read_into(remote, at, memoryview(bytearray(10))) for at in range(100)
-            ]
-        )
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    times = sorted(seen.at for seen in hub.seen)
-    gaps = [after - before for before, after in pairwise(times)]
-    assert max(gaps) > 0.9
-    assert (
-        times.index(times[gaps.index(max(gaps))]) < len(times) // 2
-    )  # most requests come after the pause
-    assert told == ["rate limited by the Hub: waiting 1 s"]
-
-
-@pytest.mark.parametrize(
-    ("headers", "seconds"),
-    [
-        ({}, None),
-        ({"Retry-After": "7"}, 7),
-        ({"Retry-After": "86400"}, 900),
-        ({"Retry-After": "soon"}, None),
-        ({"RateLimit": '"resolvers";r=0;t=55', "Retry-After": "7"}, 55),
-        ({"RateLimit": '"resolvers";r=12;t=55'}, None),
-        ({"Retry-After": "Thu, 01 Jan 1970 00:00:00 GMT"}, 0),
-    ],
-)
-def test_how_long_a_server_asks_to_wait(headers, seconds):
-    assert pause_of(headers.get) == seconds
-
-
-def test_a_reader_that_is_stopped_fails_at_once(hub, folder):
-    source = HubSource("org/m", Access(), Patience(LONG))
-    hub.fault("stall", at=10, seconds=LONG, times=MANY)
-    ref = next(iter(source.checkpoint.tensors))
-    threading.Timer(0.2, source.stop).start()
-    began = time.monotonic()
-    with pytest.raises(Fp4Error) as caught:
-        source.read(ref)
-    assert isinstance(caught.value, SourceError)
-    assert time.monotonic() - began < SOON
-
-
-@pytest.fixture
-def reading(hub, folder):
-    """A reader with much patience, and what it reads."""
-    commit = hub.repos["org/m"].branches["main"]
-    file, url = (
-        hub.repos["org/m"].commits[commit][SECOND],
-        f"{hub.endpoint}/org/m/resolve/{commit}/{SECOND}",
-    )
-    return RangeReader({}, Patience(LONG), print), RemoteFile(
-        SECOND, url, file.nbytes, file.oid, commit
-    )
-
-
-@pytest.mark.parametrize("version", ["HTTP/1.0", "HTTP/1.1"])
-def test_a_stop_reaches_a_reply_that_hangs(version, reading, hub, monkeypatch):
-    """Of a reply that ends with its connection, the socket is let go before the body comes."""
-    monkeypatch.setattr("fakehub.Storage.protocol_version", version)
-    stalled = hub.fault("stall", at=10, seconds=LONG)
-    reader, file = reading
-    stopper = threading.Thread(
-        target=lambda: (wait_until(lambda: not stalled.times), time.sleep(0.2), reader.stop())
-    )
-    stopper.start()
-    began = time.monotonic()
-    with pytest.raises(SourceError, match="stopped"):
-        reader.read_into(file, 0, memoryview(bytearray(100)))
-    assert time.monotonic() - began < SOON
-    stopper.join()
-
-
-@pytest.mark.parametrize(("number", "asked"), [(1, ["HEAD"]), (2, ["HEAD", "GET"])])
-def test_a_stop_while_a_connection_opens_has_no_byte_read(number, asked, reading, hub, monkeypatch):
-    """The connection to the Hub, or that to its storage: the reply is there after the stop."""
-    reader, file = reading
-    connect, opened, buffer = HTTPConnection.connect, [], bytearray(100)
-
-    def stop_and_connect(connection):
-        opened.append(connection)
-        if len(opened) == number:
-            reader.stop()
-        connect(connection)
-
-    monkeypatch.setattr(HTTPConnection, "connect", stop_and_connect)
-    hub.fault("stall", at=10, seconds=LONG)
-    began = time.monotonic()
-    with pytest.raises(SourceError, match="stopped"):
-        reader.read_into(file, 0, memoryview(buffer))
-    assert time.monotonic() - began < SOON
-    assert not any(buffer)
-    assert [seen.method for seen in hub.seen] == asked
-
-
-@pytest.mark.parametrize("level", [logging.DEBUG, logging.WARNING])
-def test_no_log_of_the_transport_tells_a_link(level, reading, hub, caplog, monkeypatch):
-    """urllib3 logs the address of every request, and of a reply with a damaged header."""
-    end = Storage.end_headers
-
-    def damage(handler):
-        handler._headers_buffer.append(b"damaged header: x\r\n")
-        end(handler)
-
-    monkeypatch.setattr(Storage, "end_headers", damage)
-    reader, file = reading
-    with caplog.at_level(level):
-        reader.read_into(file, 0, memoryview(bytearray(100)))
-    assert f"/{SECOND}?... " in caplog.text
-    check_secrets(caplog.text)
-
-
-def test_a_redirect_from_https_to_http_is_not_followed():
-    with pytest.raises(AgainError, match="from https to http"):
-        _follow("https://hub.example/m/resolve/c/f", "http://hub.example/f")
-    assert _follow("http://127.0.0.1/f", "http://localhost/f") == "http://localhost/f"
 
 
 def test_an_interrupted_download_ends_soon_and_names_no_token(hub, tmp_path):

@@ -15,17 +15,10 @@ from fp4convert.storage.open import open_source
 
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_size": 2048}
 SHAPES = {
-    **{
-        "mlp.down_proj": (2048, 3072),
-        "self_attn.o_proj": (2048, 2048),
-        "mlp.gate_proj": (3072, 2048),
-        "mlp.up_proj": (3072, 2048),
-    },
-    **{
-        "self_attn.v_proj": (1024, 2048),
-        "self_attn.k_proj": (1024, 2048),
-        "self_attn.q_proj": (2048, 2048),
-    },
+    **{"mlp.down_proj": (2048, 3072), "self_attn.o_proj": (2048, 2048)},
+    **{f"mlp.{leaf}_proj": (3072, 2048) for leaf in ("gate", "up")},
+    **{f"self_attn.{leaf}_proj": (1024, 2048) for leaf in "vk"},
+    "self_attn.q_proj": (2048, 2048),
 }
 
 
@@ -62,28 +55,12 @@ def test_a_folded_model_from_the_hub_is_the_folders(hub, tmp_path):
     statistics = write_calibration(tmp_path / "c.safetensors", open_source(str(made)), tensors)
     digests = []
     for source in (made, "org/model"):
-        outcome = run(
-            *(
-                "quantize",
-                source,
-                "--format",
-                "nvfp4",
-                "--method",
-                "awq",
-                "--calibration",
-                statistics,
-                *(() if source is made else ("--memory", "0.1")),
-            ),
-            *("-o", tmp_path / f"out-{len(digests)}", "-q", "--json", "--workers", "2"),
-        )
+        out = tmp_path / f"out-{len(digests)}"
+        words = ("--format", "nvfp4", "--method", "awq", "--calibration", statistics)
+        memory = () if source is made else ("--memory", "0.1")
+        outcome = run("quantize", source, *words, *memory, "-o", out, "-q", "--workers", "2")
         assert outcome.code == 0, outcome.err
-        digests.append(
-            {
-                path.name: path.read_bytes()
-                for path in (tmp_path / f"out-{len(digests)}").glob("*.safetensors")
-            }
-        )
+        digests.append({path.name: path.read_bytes() for path in out.glob("*.safetensors")})
     assert digests[0] == digests[1]
-    assert (
-        run("verify", tmp_path / "out-1", "--source", "org/model", "--json").json["findings"] == []
-    )
+    verified = run("verify", tmp_path / "out-1", "--source", "org/model", "--json")
+    assert verified.json["findings"] == []

@@ -10,6 +10,11 @@ from hub_cases import ask
 
 LAYERS, EXPERTS, ROWS, COLUMNS = 36, 128, 8192, 16384
 LEAVES = ("down_proj", "gate_proj", "up_proj")
+PARTS = {
+    "weight_global_scale": ("F32", [1]),
+    "weight_packed": ("U8", [ROWS, COLUMNS // 2]),
+    "weight_scale": ("F8_E4M3", [ROWS, COLUMNS // 16]),
+}
 
 
 def write_layer(path: Path, layer: int) -> dict[str, int]:
@@ -18,23 +23,13 @@ def write_layer(path: Path, layer: int) -> dict[str, int]:
     """
     listed, sizes, scales = {}, {}, []
     end = 0
-    for module in (
-        f"model.layers.{layer}.mlp.experts.{expert}.{leaf}"
-        for expert in range(EXPERTS)
-        for leaf in LEAVES
-    ):
-        for name, dtype, shape in (
-            ("weight_global_scale", "F32", [1]),
-            ("weight_packed", "U8", [ROWS, COLUMNS // 2]),
-            ("weight_scale", "F8_E4M3", [ROWS, COLUMNS // 16]),
-        ):
-            nbytes = int(np.prod(shape)) * (4 if dtype == "F32" else 1)
-            listed[f"{module}.{name}"] = {
-                "dtype": dtype,
-                "shape": shape,
-                "data_offsets": [end, end + nbytes],
-            }
-            sizes[f"{module}.{name}"] = nbytes
+    experts = f"model.layers.{layer}.mlp.experts"
+    for module in (f"{experts}.{expert}.{leaf}" for expert in range(EXPERTS) for leaf in LEAVES):
+        for part, (dtype, shape) in PARTS.items():
+            name, nbytes = f"{module}.{part}", int(np.prod(shape)) * (4 if dtype == "F32" else 1)
+            offsets = [end, end + nbytes]
+            listed[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+            sizes[name] = nbytes
             scales += [end] if dtype == "F32" else []
             end += nbytes
     header = pack_header(json.dumps(listed).encode())

@@ -102,6 +102,6 @@ def test_a_hub_that_does_not_answer_is_told_after_the_first_failure():
     ]
     retry.wait(3, trouble)
     other = len(told)
-    retry._told += 60  # another thread has just told as much
+    retry._news_at += 60  # another thread has just told as much
     retry.wait(2, trouble)
     assert len(told) == other

@@ -23,13 +23,10 @@ NAMES = (
 def hostile(hub, tmp_path):
     """A repository whose tensors and files have names that act on terminals, and its artifact."""
     tensors = {f"layers.{n}.{name}.o_proj.weight": weight(n) for n, name in enumerate(NAMES)}
-    tensors |= {
-        f"layers.9.{NAMES[0]}.q_proj.weight": weight(9),
-        "layers.9.odd.weight": ("BF16", (4, 7), bytes(56)),
-    }
-    folder = write_single(
-        tmp_path / "hostile", tensors, {"model_type": NAMES[0], "architectures": [NAMES[1]]}
-    )
+    tensors[f"layers.9.{NAMES[0]}.q_proj.weight"] = weight(9)
+    tensors["layers.9.odd.weight"] = ("BF16", (4, 7), bytes(56))
+    config = {"model_type": NAMES[0], "architectures": [NAMES[1]]}
+    folder = write_single(tmp_path / "hostile", tensors, config)
     for name in NAMES:
         (folder / f"{name.replace('/', '_')}.txt").write_text("x")
     for ending in (".bin", ".py"):  # which warnings name
@@ -40,25 +37,17 @@ def hostile(hub, tmp_path):
     return folder
 
 
+QUANTIZE = ("quantize", "org/m", "--format", "nvfp4")
+
+
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "command",
     [
-        ("quantize", "org/m", "--format", "nvfp4", "--dry-run"),
-        ("quantize", "org/m", "--format", "nvfp4", "-o", "OUT/n"),
-        (
-            "quantize",
-            "org/m",
-            "--format",
-            "nvfp4",
-            "-o",
-            "OUT/\x1b[31m",
-            "--num-shards",
-            "2",
-            "--shard-index",
-            "0",
-        ),
-        ("quantize", "org/m", "--format", "nvfp4", "-o", "OUT/p", "--push-to-hub", "me/q"),
+        (*QUANTIZE, "--dry-run"),
+        (*QUANTIZE, "-o", "OUT/n"),
+        (*QUANTIZE, "-o", "OUT/\x1b[31m", "--num-shards", "2", "--shard-index", "0"),
+        (*QUANTIZE, "-o", "OUT/p", "--push-to-hub", "me/q"),
         ("quantize", "org/m", "--format", "\x1b[31m"),
         ("inspect", "org/q"),
         ("inspect", "org/q", "--source", "org/m", "--full"),

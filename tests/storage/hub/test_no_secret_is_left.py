@@ -13,16 +13,15 @@ import pytest
 from checkpoints import FIRST, SECOND, WAIT_SECONDS, weight, write_llama, write_single
 from fakehub import TOKEN
 from hub_cases import NVFP4, ask, expect
-from pushing import check_secrets
+from pushing import MANY, at_hub, check_secrets
 
 from fp4convert.options.access import AccessOptions
 from fp4convert.storage.hub.api import Patience
 from fp4convert.storage.source import Access
 
-MANY = 1000
 STATE, RECORD = ".fp4convert", "quantization_config.json"
 LATE = {"match": SECOND, "after": 4}  # headers, and what the first shard measures, came before
-HEAD = {"where": "hub", "method": "HEAD"}
+DROP, STALL = {"kind": "drop", "at": 0}, {"kind": "stall", "at": 0, "seconds": 0.5}
 
 
 @pytest.fixture
@@ -34,6 +33,18 @@ def folder(tmp_path, hub):
 
 def files(out: Path) -> list[Path]:
     return [path for path in out.rglob("*") if path.is_file()]
+
+
+def run_code(code: str, out: Path) -> subprocess.CompletedProcess:
+    """Run code that ends with the command in a process of its own."""
+    words = ("quantize", "org/m", "--format", "nvfp4", "-o", str(out), "--token", TOKEN)
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_SECONDS,
+    )
 
 
 def check_aftermath(out: Path, expected: str, hub) -> None:
@@ -51,53 +62,27 @@ def check_aftermath(out: Path, expected: str, hub) -> None:
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
-BEFORE, MIDWAY = [], [FIRST]  # shards that are finished when it happens
+BEFORE, MIDWAY, AFTER = [], [FIRST], [FIRST, SECOND]  # shards that are finished when it happens
+UNREACHABLE, CHANGED, CORRUPT = "source-unreachable", "source-changed", "source-corrupt"
+TOKENIZER = "tokenizer.json"
 FAULTS = {
-    "503": ({"kind": "status", "status": 503, "times": MANY, **LATE}, "source-unreachable", MIDWAY),
-    "403": ({"kind": "status", "status": 403, "times": MANY, **LATE}, "source-unreachable", MIDWAY),
-    "ignored-range": (
-        {"kind": "ignore-range", "times": MANY, **LATE},
-        "source-unreachable",
-        MIDWAY,
-    ),
-    "dropped": ({"kind": "drop", "at": 0, "times": MANY, **LATE}, "source-unreachable", MIDWAY),
-    "reset": (
-        {"kind": "drop", "at": 0, "is_reset": True, "times": MANY, **LATE},
-        "source-unreachable",
-        MIDWAY,
-    ),
-    "stalled": (
-        {"kind": "stall", "at": 0, "times": MANY, "seconds": 0.5, **LATE},
-        "source-unreachable",
-        MIDWAY,
-    ),
-    "flipped": ({"kind": "flip", "at": 50_000, "times": 2, **LATE}, "source-corrupt", MIDWAY),
-    "weights-etag": ({"kind": "etag", **LATE}, "source-changed", MIDWAY),
-    "weights-416": ({"kind": "status", "status": 416, **LATE}, "source-changed", MIDWAY),
-    "header-etag": ({"kind": "etag", "match": SECOND, "after": 1}, "source-changed", BEFORE),
-    "header-size": ({"kind": "size", **HEAD, "match": SECOND}, "source-changed", BEFORE),
-    "header-commit": ({"kind": "commit", **HEAD, "match": SECOND}, "source-changed", BEFORE),
-    "header-oid": ({"kind": "oid", **HEAD, "match": SECOND}, "source-changed", BEFORE),
-    "sidecar-size": (
-        {"kind": "size", **HEAD, "match": "tokenizer.json"},
-        "source-changed",
-        [FIRST, SECOND],
-    ),
-    "sidecar-commit": (
-        {"kind": "commit", **HEAD, "match": "tokenizer.json"},
-        "source-changed",
-        [FIRST, SECOND],
-    ),
-    "sidecar-flipped": (
-        {"kind": "flip", "match": "tokenizer.json", "at": 3},
-        "source-corrupt",
-        [FIRST, SECOND],
-    ),
-    "gone": (
-        {"kind": "status", "status": 404, **HEAD, "match": "tokenizer.json"},
-        "source-changed",
-        [FIRST, SECOND],
-    ),
+    "503": ({"kind": "status", "status": 503, "times": MANY, **LATE}, UNREACHABLE, MIDWAY),
+    "403": ({"kind": "status", "status": 403, "times": MANY, **LATE}, UNREACHABLE, MIDWAY),
+    "ignored-range": ({"kind": "ignore-range", "times": MANY, **LATE}, UNREACHABLE, MIDWAY),
+    "dropped": ({**DROP, "times": MANY, **LATE}, UNREACHABLE, MIDWAY),
+    "reset": ({**DROP, "is_reset": True, "times": MANY, **LATE}, UNREACHABLE, MIDWAY),
+    "stalled": ({**STALL, "times": MANY, **LATE}, UNREACHABLE, MIDWAY),
+    "flipped": ({"kind": "flip", "at": 50_000, "times": 2, **LATE}, CORRUPT, MIDWAY),
+    "weights-etag": ({"kind": "etag", **LATE}, CHANGED, MIDWAY),
+    "weights-416": ({"kind": "status", "status": 416, **LATE}, CHANGED, MIDWAY),
+    "header-etag": ({"kind": "etag", "match": SECOND, "after": 1}, CHANGED, BEFORE),
+    "header-size": (at_hub("HEAD", SECOND, kind="size"), CHANGED, BEFORE),
+    "header-commit": (at_hub("HEAD", SECOND, kind="commit"), CHANGED, BEFORE),
+    "header-oid": (at_hub("HEAD", SECOND, kind="oid"), CHANGED, BEFORE),
+    "sidecar-size": (at_hub("HEAD", TOKENIZER, kind="size"), CHANGED, AFTER),
+    "sidecar-commit": (at_hub("HEAD", TOKENIZER, kind="commit"), CHANGED, AFTER),
+    "sidecar-flipped": ({"kind": "flip", "match": TOKENIZER, "at": 3}, CORRUPT, AFTER),
+    "gone": (at_hub("HEAD", TOKENIZER, 404), CHANGED, AFTER),
 }
 
 
@@ -114,11 +99,8 @@ def test_after_exit_3_finished_shards_stay_and_the_next_run_completes(
     expected, out = expect(hub, folder, tmp_path / "a"), tmp_path / "q"
     hub.fault(**fault)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", out, "--workers", 1)
-    assert (outcome.code, outcome.json["error"]["exit"], outcome.json["error"]["code"]) == (
-        3,
-        3,
-        code,
-    )
+    error = outcome.json["error"]
+    assert (outcome.code, error["exit"], error["code"]) == (3, 3, code)
     assert sorted(path.name for path in out.glob("*.safetensors")) == finished
     check_aftermath(out, expected, hub)
 
@@ -127,12 +109,11 @@ def test_after_exit_3_finished_shards_stay_and_the_next_run_completes(
 def test_a_right_that_is_lost_midway_is_exit_4_and_no_secret_is_told(status, hub, folder, tmp_path):
     expected, out = expect(hub, folder, tmp_path / "a"), tmp_path / "q"
     gated = {"X-Error-Code": "GatedRepo"}
-    hub.fault("status", **HEAD, match="tokenizer.json", status=status, headers=gated, times=MANY)
+    hub.fault(**at_hub("HEAD", TOKENIZER, status, headers=gated, times=MANY))
     outcome = ask("quantize", "org/m", *NVFP4, "-o", out)
     assert (outcome.code, outcome.json["error"]["code"]) == (4, "gated")
-    assert outcome.json["error"]["next"].startswith(
-        f"Accept the licence at {hub.endpoint}/org/m, then: hf auth login"
-    )
+    accept = f"Accept the licence at {hub.endpoint}/org/m, then: hf auth login"
+    assert outcome.json["error"]["next"].startswith(accept)
     check_aftermath(out, expected, hub)
 
 
@@ -147,21 +128,7 @@ def test_not_even_the_log_of_the_hubs_client_tells_a_secret(
     if name:
         fault = {**FAULTS[name][0], "times": 200}
         hub.fault(**{**fault, "after": min(fault.get("after", 0), 1)})  # else how many ask decides
-    command = [
-        sys.executable,
-        "-c",
-        IMPATIENT,
-        "quantize",
-        "org/m",
-        "--format",
-        "nvfp4",
-        "-o",
-        tmp_path / "q",
-    ]
-    command = [*map(str, command), "--token", TOKEN]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
-    )
+    ended = run_code(IMPATIENT, tmp_path / "q")
     assert ended.returncode == (3 if name else 0)
     assert "/api/models/org/m" in ended.stderr  # it does print
     check_secrets(ended.stdout + ended.stderr)
@@ -189,22 +156,7 @@ main()
 
 
 def test_the_traceback_of_a_bug_tells_no_secret_either(hub, folder, tmp_path):
-    command = [
-        sys.executable,
-        "-c",
-        BUG,
-        "quantize",
-        "org/m",
-        "--format",
-        "nvfp4",
-        "-o",
-        tmp_path / "q",
-        "--token",
-        TOKEN,
-    ]
-    ended = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
-    )
+    ended = run_code(BUG, tmp_path / "q")
     assert ended.returncode == 1
     assert "KeyError: 'a bug'" in ended.stderr
     check_secrets(ended.stdout + ended.stderr)
@@ -223,42 +175,34 @@ def test_the_branch_moves_while_shards_are_read(hub, folder, tmp_path):
 
     def move_and_note(handler, kinds, take=hub.take):
         if FIRST in handler.path and handler.where == "storage" and len(hub.seen) > 8 and not moved:
-            moved.append(
-                hub.add("org/m", write_single(tmp_path / "other", {"a.o_proj.weight": weight()}))
-            )
+            other = write_single(tmp_path / "other", {"a.o_proj.weight": weight()})
+            moved.append(hub.add("org/m", other))
         return take(handler, kinds)
 
     hub.take = move_and_note
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == expected
     assert moved
-    assert {part for seen in hub.seen for part in re.findall(r"[0-9a-f]{40}", seen.path)} == {
-        commit
-    }
+    commits = {part for seen in hub.seen for part in re.findall(r"[0-9a-f]{40}", seen.path)}
+    assert commits == {commit}
 
 
 def test_a_disk_too_small_is_known_before_the_first_weight_is_fetched(
     hub, folder, tmp_path, monkeypatch
 ):
     real = os.statvfs
-    monkeypatch.setattr(
-        os,
-        "statvfs",
-        lambda path: os.statvfs_result((real(path).f_bsize, 1, 4, 4, 4, *real(path)[5:])),
-    )
+
+    def statvfs(path):
+        return os.statvfs_result((real(path).f_bsize, 1, 4, 4, 4, *real(path)[5:]))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q")
     assert (outcome.code, outcome.json["error"]["code"]) == (5, "disk-full")
     assert re.search(r"needs [\d,]+ bytes, its disk has 4 free", outcome.json["error"]["message"])
     assert not (tmp_path / "q").exists()
     asked = [seen for seen in hub.seen if seen.where == "storage"]
-    assert {seen.range for seen in asked if ".safetensors" in seen.path} <= {
-        "bytes=0-32767",
-        f"bytes=0-{size(folder, FIRST)}",
-    }
+    ranges = {seen.range for seen in asked if ".safetensors" in seen.path}
+    assert ranges <= {"bytes=0-32767", f"bytes=0-{(folder / FIRST).stat().st_size - 1}"}
     assert not [seen for seen in asked if "tokenizer" in seen.path]
-
-
-def size(folder: Path, file: str) -> int:
-    return (folder / file).stat().st_size - 1
 
 
 @pytest.mark.slow

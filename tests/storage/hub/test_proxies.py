@@ -30,11 +30,8 @@ class Proxy(BaseHTTPRequestHandler):
             return self.reply(407, [("Content-Length", "0")], b"")
         self.passed.append(self.path)
         behind = http.client.HTTPConnection(host)
-        behind.request(
-            self.command,
-            f"/{path}",
-            headers={k: v for k, v in self.headers.items() if k != "Proxy-Authorization"},
-        )
+        headers = {k: v for k, v in self.headers.items() if k != "Proxy-Authorization"}
+        behind.request(self.command, f"/{path}", headers=headers)
         reply = behind.getresponse()
         return self.reply(reply.status, reply.getheaders(), reply.read())
 
@@ -55,9 +52,7 @@ def proxy(hub, tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     hub.add("org/m", write_llama(tmp_path / "m"))
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Proxy,), {"passed": []}))
-    threading.Thread(
-        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-    ).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()
@@ -92,10 +87,8 @@ def test_no_proxy_is_the_direct_way(proxy, hub, tmp_path, monkeypatch):
 
 def test_a_proxy_gets_the_password_that_its_address_holds(proxy, hub, tmp_path, monkeypatch):
     proxy.RequestHandlerClass.password = f"me:{PASSWORD}"
-    monkeypatch.setenv(
-        "http_proxy",
-        f"http://me:{PASSWORD.replace('@', '%40')}@127.0.0.1:{proxy.server_address[1]}",
-    )
+    place = f"127.0.0.1:{proxy.server_address[1]}"
+    monkeypatch.setenv("http_proxy", f"http://me:{PASSWORD.replace('@', '%40')}@{place}")
     through, seen = passed(proxy, hub, tmp_path)
     assert through == seen > 10
 
@@ -126,15 +119,6 @@ def test_a_token_of_nothing_is_none(token, hub, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     hub.add("org/m", write_llama(tmp_path / "m"))
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q", "--token", token).code == 0
-    pushed = ask(
-        "quantize",
-        tmp_path / "m",
-        *NVFP4,
-        "-o",
-        tmp_path / "p",
-        "--token",
-        token,
-        "--push-to-hub",
-        "me/q",
-    )
+    words = ("-o", tmp_path / "p", "--token", token, "--push-to-hub", "me/q")
+    pushed = ask("quantize", tmp_path / "m", *NVFP4, *words)
     assert (pushed.code, pushed.json["error"]["code"]) == (4, "no-token")

@@ -3,8 +3,8 @@
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 from checkpoints import FIRST, run, write_llama
@@ -19,6 +19,8 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
 RANGE = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes %d-99999/100000\r\n"
 SECONDS = 0.4  # that a reply has for LEAST bytes
 LEAST = 200
+PATIENCE = Patience(5.0, 3, first_seconds=0.01, least_nbytes=LEAST, least_seconds=SECONDS)
+Send = Callable[[socket.socket, int], None]
 SOON = 20.0  # for three tries on a busy machine; what is sent takes 1000 s and more
 
 
@@ -52,22 +54,40 @@ def end_after_a_byte(connection: socket.socket, start: int) -> None:
     connection.shutdown(socket.SHUT_WR)
 
 
-def answer(listener: socket.socket, send: Callable[[socket.socket, int], None]) -> None:
-    """Answer a HEAD at once, and a range as `send` does."""
-    with suppress(OSError):
-        while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=_talk, args=(connection, send), daemon=True).start()
+@contextmanager
+def serving(talk: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that talks over each connection in a thread of its own; gives its address."""
+
+    def talk_on(connection: socket.socket) -> None:
+        with suppress(OSError):
+            talk(connection)
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=talk_on, args=(connection,), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def _talk(connection: socket.socket, send: Callable[[socket.socket, int], None]) -> None:
-    with suppress(OSError):
+def read(send: Send, patience: Patience, start: int, nbytes: int, told: list[str]) -> bytes:
+    """Read a range from a server that answers a HEAD at once, and a range as `send` does."""
+
+    def talk(connection: socket.socket) -> None:
         while asked := connection.recv(65536):
             if asked.startswith(b"HEAD"):
                 connection.sendall(HEAD)
             else:
-                start = asked.partition(b"bytes=")[2].partition(b"-")[0]
-                send(connection, int(start))
+                send(connection, int(asked.partition(b"bytes=")[2].partition(b"-")[0]))
+
+    buffer = bytearray(nbytes)
+    with serving(talk) as address:
+        file = RemoteFile("f", f"{address}/m/resolve/c/f", 100000, "0" * 40, "c")
+        RangeReader({}, patience, told.append).read_into(file, start, memoryview(buffer))
+    return bytes(buffer)
 
 
 @pytest.mark.parametrize(
@@ -83,15 +103,9 @@ def _talk(connection: socket.socket, send: Callable[[socket.socket, int], None])
 @pytest.mark.sweep(2)
 def test_a_server_that_gets_nowhere_is_given_up(send, words):
     told: list[str] = []
-    patience = Patience(5.0, 3, first_seconds=0.01, least_nbytes=LEAST, least_seconds=SECONDS)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=answer, args=(listener, send), daemon=True).start()
-        reader = RangeReader({}, patience, told.append)
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}/m/resolve/c/f"
-        file = RemoteFile("f", address, 100000, "0" * 40, "c")
-        began = time.monotonic()
-        with pytest.raises(SourceError) as caught:
-            reader.read_into(file, 0, memoryview(bytearray(100000)))
+    began = time.monotonic()
+    with pytest.raises(SourceError) as caught:
+        read(send, PATIENCE, 0, 100000, told)
     assert time.monotonic() - began < SOON
     assert caught.value.code == "source-unreachable"
     assert words in caught.value.message
@@ -108,29 +122,19 @@ def test_a_line_that_is_slow_but_goes_on_is_waited_for():
             connection.sendall(b"x" * 50)
             time.sleep(0.01)
 
-    patience = Patience(5.0, 1, first_seconds=0.01, least_nbytes=LEAST, least_seconds=SECONDS)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=answer, args=(listener, trickle), daemon=True).start()
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}/m/resolve/c/f"
-        file = RemoteFile("f", address, 100000, "0" * 40, "c")
-        buffer = bytearray(4000)
-        # What was asked for is there, whatever the header says of the rest.
-        RangeReader({}, patience, print).read_into(file, 96000, memoryview(buffer))
-    assert buffer == b"x" * 4000
+    # What was asked for is there, whatever the header says of the rest.
+    assert read(trickle, PATIENCE._replace(tries=1), 96000, 4000, []) == b"x" * 4000
 
 
 def test_a_list_of_files_that_drips_is_given_up(monkeypatch):
-    def drip_list(listener: socket.socket) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                threading.Thread(target=_drip_list, args=(connection,), daemon=True).start()
+    def drip_list(connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n{")
+        slowly(connection, b" " * 99999)
 
     patience = Patience(0.1, 2, first_seconds=0.01)
     monkeypatch.setattr("fp4convert.storage.hub.source.Patience", lambda: patience)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=drip_list, args=(listener,), daemon=True).start()
-        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with serving(drip_list) as endpoint:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
         began = time.monotonic()
         outcome = run("inspect", "org/m", "--json")
@@ -138,13 +142,6 @@ def test_a_list_of_files_that_drips_is_given_up(monkeypatch):
     assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-unreachable")
     assert "cannot be listed by 127.0.0.1" in outcome.json["error"]["message"]
     assert "its answer did not end in 0.90 s" in outcome.json["error"]["message"]
-
-
-def _drip_list(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.recv(65536)
-        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n{")
-        slowly(connection, b" " * 99999)
 
 
 @pytest.mark.parametrize(

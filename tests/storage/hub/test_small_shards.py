@@ -35,14 +35,8 @@ def shards_seen(hub) -> list[tuple[str, str | None]]:
 
 
 def whole(folder, *files: str) -> list[tuple[str, str | None]]:
-    return sorted(
-        asked
-        for file in files
-        for asked in (
-            ("GET", f"bytes=0-{(folder / file).stat().st_size - 1}"),
-            ("HEAD", None),
-        )
-    )
+    ranges = [f"bytes=0-{(folder / file).stat().st_size - 1}" for file in files]
+    return sorted([*(("GET", asked) for asked in ranges), *[("HEAD", None)] * len(files)])
 
 
 def test_a_small_shard_is_one_request(hub, folder, tmp_path):

@@ -5,8 +5,8 @@ meanwhile.
 import json
 
 import pytest
-from checkpoints import FIRST, SECOND, run, weight, write_checkpoint, write_llama
-from hub_cases import ALL_FILES, NVFP4, ask, cached, expect
+from checkpoints import FIRST, SECOND, run, weight, write_llama, write_single
+from hub_cases import ALL_FILES, NVFP4, ask, cached, damage, expect
 
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Access
@@ -58,12 +58,9 @@ def test_every_byte_of_a_shard_is_fetched_once_and_twice_what_no_hash_covers(hub
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").code == 0
     shards = [seen for seen in hub.seen if ".safetensors?" in seen.path]
     nbytes = {file: (folder / file).stat().st_size for file in (FIRST, SECOND)}
-    whole = [
-        seen
-        for seen in shards
-        if seen.nbytes in nbytes.values() and seen.range.startswith("bytes=0-")
-    ]
-    measured = sum(seen.nbytes for seen in shards if not seen.range.startswith("bytes=0-"))
+    begins = [seen for seen in shards if seen.range.startswith("bytes=0-")]
+    whole = [seen for seen in begins if seen.nbytes in nbytes.values()]
+    measured = sum(seen.nbytes for seen in shards if seen not in begins)
     assert len(whole) == 4  # the first is so small that its header came with all of it, twice
     # q_proj and k_proj for the second shard, v_proj for the first; nothing where they are at hand,
     # since both are streamed at once.
@@ -77,11 +74,11 @@ def test_the_default_output_is_named_after_the_repository(hub, folder, tmp_path,
 
 
 def test_a_revision_and_a_subfolder(hub, tmp_path):
-    old = write_checkpoint(tmp_path / "r" / "deep" / "sub", {"model.safetensors": {"a": weight()}})
+    old = write_single(tmp_path / "r" / "deep" / "sub", {"a": weight()})
     commit = hub.add("org/m", tmp_path / "r")
     (old / "model.safetensors").unlink()
     hub.add("org/m", tmp_path / "r")
-    write_checkpoint(old, {"model.safetensors": {"a": weight()}})
+    write_single(old, {"a": weight()})
     source = open_source("org/m", Access(revision=commit, subfolder="deep/sub"))
     assert (source.checkpoint.repo, source.checkpoint.revision) == ("org/m", commit)
     assert [ref.name for ref in source.checkpoint.tensors] == ["a"]
@@ -92,9 +89,7 @@ def test_a_revision_and_a_subfolder(hub, tmp_path):
 def test_what_is_read_is_of_the_commit_that_was_opened(hub, folder, tmp_path):
     commit = hub.add("org/m", folder)
     source = open_source("org/m")
-    hub.add(
-        "org/m", write_checkpoint(tmp_path / "other", {"model.safetensors": {"other": weight(99)}})
-    )
+    hub.add("org/m", write_single(tmp_path / "other", {"other": weight(99)}))
     ref = next(iter(source.checkpoint.tensors))
     assert bytes(source.read(ref)) == bytes(open_source(str(folder)).read(ref))
     assert source.checkpoint.revision == commit
@@ -119,9 +114,7 @@ def test_ranges_of_a_tensor_are_its_bytes(hub, folder):
 def test_the_size_of_pieces_changes_no_byte(piece_nbytes, hub, folder, tmp_path, monkeypatch):
     hub.add("org/m", folder)
     if piece_nbytes < 100:
-        folder = write_checkpoint(
-            tmp_path / "tiny", {"model.safetensors": {"a.o_proj.weight": weight(0, 1, 16)}}
-        )
+        folder = write_single(tmp_path / "tiny", {"a.o_proj.weight": weight(0, 1, 16)})
         hub.add("org/m", folder)
     monkeypatch.setattr("fp4convert.storage.hub.prefetch.PIECE_NBYTES", piece_nbytes)
     monkeypatch.setattr("fp4convert.storage.hub.source.PIECE_NBYTES", piece_nbytes)
@@ -197,9 +190,7 @@ def test_a_damaged_cache_is_noticed(is_offline, hub, folder, tmp_path, monkeypat
 
     cache = cached(hub, folder, tmp_path, ALL_FILES)
     (shard,) = cache.glob(f"snapshots/*/{SECOND}")
-    data = bytearray(shard.read_bytes())
-    data[-5] ^= 1
-    shard.resolve().write_bytes(data)
+    damage(shard, -5)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
     if not is_offline:  # fetched instead

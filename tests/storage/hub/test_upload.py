@@ -8,21 +8,36 @@ import json
 import pytest
 from checkpoints import FIRST, SECOND, run, wait_until, write_llama, write_single
 from fakehub import File
-from pushing import CARD, MANY, REPO, Made, check_secrets, make, push, refusal, requests
+from pushing import (
+    CARD,
+    MANY,
+    REPO,
+    Made,
+    at_hub,
+    begun,
+    check_secrets,
+    make,
+    push,
+    refusal,
+    requests,
+)
 
 from fp4convert.errors import AccessError, InputError, OutputError
 from fp4convert.storage.checkpoint_files import RECORD, REPORT
-from fp4convert.storage.hub.upload import Pusher
+
+OLD = b"x" * 2000
+
+
+def stored(hub, data: bytes) -> File:
+    return File(hub.keep(data), len(data), hashlib.sha256(data).hexdigest())
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory) -> Made:
     """An artifact whose one shard has another name."""
     root = tmp_path_factory.mktemp("other")
-    return make(
-        write_single(root / "m", {"a.o_proj.weight": ("BF16", (32, 64), b"\x80\x3f" * 2048)}),
-        root / "q",
-    )
+    ones = ("BF16", (32, 64), b"\x80\x3f" * 2048)
+    return make(write_single(root / "m", {"a.o_proj.weight": ones}), root / "q")
 
 
 def test_every_byte_arrives_in_one_commit(hub, made, told):
@@ -48,8 +63,7 @@ def test_what_was_pushed_is_an_artifact_of_its_own(hub, told, tmp_path):
 
 
 def test_shards_go_up_before_the_commit_is_asked_for(hub, made, told):
-    pusher = Pusher(REPO, False, None, told.append)
-    pusher.begin()
+    pusher = begun(told)
     pusher.add(made.folder / FIRST, FIRST, made.files[FIRST])
     wait_until(lambda: made.files[FIRST] in hub.stored)
     assert len(hub.repos[REPO].commits) == 1
@@ -57,8 +71,7 @@ def test_shards_go_up_before_the_commit_is_asked_for(hub, made, told):
 
 
 def test_adding_waits_for_nothing(hub, made, told):
-    pusher = Pusher(REPO, False, None, told.append)
-    pusher.begin()
+    pusher = begun(told)
     hub.fault("stall", method="PUT", seconds=60, times=MANY)
     for name, sha256 in made.files.items():
         pusher.add(made.folder / name, name, sha256)
@@ -81,14 +94,10 @@ def test_no_file_holds_a_secret(hub, made, told, tmp_path):
             check_secrets(path.read_bytes().decode("latin-1"))
 
 
-def test_a_new_repository_is_private_where_that_is_asked_for(hub, made, told):
-    push(made, told, is_private=True)
-    assert hub.repos[REPO].is_private
-
-
-def test_a_new_repository_is_what_the_hub_makes_it_otherwise(hub, made, told):
-    push(made, told)
-    assert not hub.repos[REPO].is_private
+@pytest.mark.parametrize("is_private", [True, False])
+def test_a_new_repository_is_private_where_that_is_asked_for(is_private, hub, made, told):
+    push(made, told, is_private=is_private)
+    assert hub.repos[REPO].is_private == is_private
 
 
 def test_private_weights_do_not_go_to_a_public_repository(hub, made, told):
@@ -140,7 +149,7 @@ def test_no_right_to_write_to_one_that_can_be_read(hub, made, told, tmp_path):
 
 
 def test_a_right_lost_meanwhile(hub, made, told):
-    hub.fault("status", where="hub", method="POST", match="/commit/", status=401, times=MANY)
+    hub.fault(**at_hub("POST", "/commit/", 401, times=MANY))
     assert refusal(AccessError, made, told).exit_code == 4
 
 
@@ -148,8 +157,7 @@ def test_what_the_hub_says_when_it_refuses_is_told(hub, made, told):
     """It has just said that the token may write: the reason is another one."""
     words = "Private repository storage limit reached,   see https://hub.example/?token=abc"
     headers = {"X-Error-Message": words}
-    commit = {"where": "hub", "method": "POST", "match": "/commit/"}
-    hub.fault("status", status=403, headers=headers, times=MANY, **commit)
+    hub.fault(**at_hub("POST", "/commit/", 403, headers=headers, times=MANY))
     error = refusal(OutputError, made, told)
     assert error.code == "push-refused"
     assert "HTTP 403: Private repository storage limit reached, see ..." in error.message
@@ -167,33 +175,25 @@ def test_a_hub_that_would_carry_the_token_in_the_clear(hub, made, told, monkeypa
 
 
 def test_files_that_nobody_added_are_uploaded_by_the_commit(hub, made, told):
-    pusher = Pusher(REPO, False, None, told.append)
-    pusher.begin()
     reported: dict[str, int] = {}
-    pusher.commit(made.folder, made.files, CARD, reported.__setitem__)
+    begun(told).commit(made.folder, made.files, CARD, reported.__setitem__)
     assert {name: hub.read(REPO)[name] for name in made.files} == made.bytes()
-    assert reported == {
-        name: len(data) for name, data in {**made.bytes(), "README.md": CARD.encode()}.items()
-    }
+    expected = {**made.bytes(), "README.md": CARD.encode()}
+    assert reported == {name: len(data) for name, data in expected.items()}
 
 
 def test_what_an_earlier_artifact_left_leaves_with_the_commit_and_nothing_else(
     hub, made, other, told
 ):
     push(other, told)
-    extra = {
-        "images/a.png": b"png",
-        "notes.md": b"ours",
-        "extra/a.safetensors": b"x" * 2000,
-        "hf_quant_config.json": b"{}",
-    }
-    for name, data in extra.items():
-        hub.head(REPO)[name] = File(hub.keep(data), len(data), hashlib.sha256(data).hexdigest())
+    extra = {"images/a.png": b"png", "notes.md": b"ours", "extra/a.safetensors": OLD}
+    for name, data in {**extra, "hf_quant_config.json": b"{}"}.items():
+        hub.head(REPO)[name] = stored(hub, data)
     push(made, told)
     head = hub.head(REPO)
     assert "model.safetensors" not in head
     assert "hf_quant_config.json" not in head
-    assert {".gitattributes", "images/a.png", "notes.md", "extra/a.safetensors"} <= set(head)
+    assert {".gitattributes", *extra} <= set(head)
     assert told == [
         f"{REPO}: what an earlier artifact left is removed: hf_quant_config.json, model.safetensors"
     ]
@@ -202,29 +202,17 @@ def test_what_an_earlier_artifact_left_leaves_with_the_commit_and_nothing_else(
     assert {FIRST, SECOND, "model.safetensors.index.json"} & set(hub.head(REPO)) == set()
 
 
-OLD = b"x" * 2000
-
-
 def test_weights_of_any_kind_and_the_report_of_an_earlier_artifact_leave_too(
     hub, made, told, tmp_path
 ):
-    record = {
-        "producer": {"name": "fp4convert"},
-        "files": {"old.gguf": hashlib.sha256(OLD).hexdigest()},
-    }
-    old = {
-        RECORD: json.dumps(record).encode(),
-        "old.gguf": OLD,
-        REPORT: b"{}" * 2000,
-        "theirs.bin": b"y" * 2000,
-    }
+    files = {"old.gguf": hashlib.sha256(OLD).hexdigest()}
+    record = json.dumps({"producer": {"name": "fp4convert"}, "files": files}).encode()
+    old = {RECORD: record, "old.gguf": OLD, REPORT: b"{}" * 2000, "theirs.bin": b"y" * 2000}
     for name, data in old.items():
         (tmp_path / name).write_bytes(data)
     hub.add(REPO, tmp_path)
-    pusher = Pusher(REPO, False, None, told.append)
-    pusher.begin()
     files = {name: sha256 for name, sha256 in made.files.items() if name != REPORT}
-    pusher.commit(made.folder, files, None)
+    begun(told).commit(made.folder, files, None)
     head = hub.head(REPO)
     assert not {"old.gguf", REPORT} & set(head)
     assert "theirs.bin" in head
@@ -245,8 +233,7 @@ def test_weights_that_people_put_beside_ours_are_theirs(name, hub, made, other, 
     away.
     """
     push(made, told)
-    data = b"x" * 2000
-    mine = File(hub.keep(data), len(data), hashlib.sha256(data).hexdigest())
+    mine = stored(hub, OLD)
     hub.repos[REPO].commit({**hub.head(REPO), name: mine})
     for artifact in (made, other):
         error = refusal(OutputError, artifact, told)
@@ -276,18 +263,15 @@ def test_weights_in_another_form_are_not_touched(name, hub, made, told, tmp_path
     assert refusal(OutputError, made, told).code == "foreign-repo"
 
 
-def test_nothing_leaves_a_repository_without_an_artifact(hub, made, told):
+@pytest.mark.parametrize(
+    ("name", "data"), [("hf_quant_config.json", b"{}"), (".gitignore", b"*.safetensors\n")]
+)
+def test_nothing_leaves_a_repository_without_an_artifact(name, data, hub, made, told):
+    """And what git would ignore comes all the same."""
     hub.create(REPO)
-    hub.head(REPO)["hf_quant_config.json"] = File(hub.keep(b"{}"), 2, "0" * 40)
+    hub.head(REPO)[name] = File(hub.keep(data), len(data), "0" * 40)
     push(made, told)
-    assert "hf_quant_config.json" in hub.head(REPO)
-
-
-def test_a_repository_that_ignores_files_gets_them_all_the_same(hub, made, told):
-    hub.create(REPO)
-    hub.head(REPO)[".gitignore"] = File(hub.keep(b"*.safetensors\n"), 14, "0" * 40)
-    push(made, told)
-    assert FIRST in hub.head(REPO)
+    assert {name, FIRST} <= set(hub.head(REPO))
 
 
 def test_a_card_that_the_hub_refuses(hub, made, told):

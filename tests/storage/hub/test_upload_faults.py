@@ -12,12 +12,11 @@ import pytest
 from checkpoints import FIRST, SECOND, wait_until
 from fakehub import Repo
 from fakehub_uploads import UploadHub
-from pushing import CARD, MANY, REPO, push, refusal, requests
+from pushing import CARD, MANY, REPO, at_hub, begun, push, refusal, requests
 
 from fp4convert.errors import OutputError
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.hub.api import Patience
-from fp4convert.storage.hub.upload import Pusher
 
 LONG, SOON = 90.0, 30.0  # seconds: what nobody waits for, and what a busy machine may take instead
 
@@ -29,69 +28,23 @@ def test_a_hub_that_is_not_there(hub, made, told, monkeypatch):
     assert "6 tries at 127.0.0.1:1, the last: it refuses the connection" in error.message
 
 
+NO_PAUSE = {"Retry-After": "0"}
+AT_STORAGE = {"where": "storage", "method": "PUT"}
 PASSING = [
-    {
-        "kind": "status",
-        "status": 503,
-        "where": "hub",
-        "method": "POST",
-        "match": "repos/create",
-        "times": 2,
-    },
-    {
-        "kind": "status",
-        "status": 429,
-        "where": "hub",
-        "method": "GET",
-        "match": "auth-check",
-        "headers": {"Retry-After": "0"},
-    },
-    {
-        "kind": "status",
-        "status": 500,
-        "where": "hub",
-        "method": "GET",
-        "match": "api/models/me/q/revision",
-    },
-    {
-        "kind": "status",
-        "status": 503,
-        "where": "hub",
-        "method": "POST",
-        "match": "preupload",
-        "times": 8,
-    },
-    {
-        "kind": "status",
-        "status": 429,
-        "where": "hub",
-        "method": "POST",
-        "match": "batch",
-        "headers": {"RateLimit": "r=0;t=1"},
-    },
-    {"kind": "status", "status": 503, "where": "storage", "method": "PUT", "times": 8},
-    {"kind": "status", "status": 403, "where": "storage", "method": "PUT", "times": 2},
-    {"kind": "cut-before", "where": "storage", "method": "PUT", "times": 3},
-    {"kind": "cut-after", "where": "storage", "method": "PUT", "times": 3},
-    {"kind": "status", "status": 502, "where": "hub", "method": "POST", "match": "verify"},
-    {"kind": "status", "status": 503, "where": "hub", "method": "POST", "match": "validate-yaml"},
-    {
-        "kind": "status",
-        "status": 503,
-        "where": "hub",
-        "method": "POST",
-        "match": "commit",
-        "times": 3,
-    },
-    {
-        "kind": "status",
-        "status": 429,
-        "where": "hub",
-        "method": "POST",
-        "match": "commit",
-        "headers": {"Retry-After": "0"},
-    },
-    {"kind": "cut-before", "where": "hub", "method": "POST", "match": "commit"},
+    at_hub("POST", "repos/create", times=2),
+    at_hub("GET", "auth-check", 429, headers=NO_PAUSE),
+    at_hub("GET", "api/models/me/q/revision", 500),
+    at_hub("POST", "preupload", times=8),
+    at_hub("POST", "batch", 429, headers={"RateLimit": "r=0;t=1"}),
+    {"kind": "status", "status": 503, **AT_STORAGE, "times": 8},
+    {"kind": "status", "status": 403, **AT_STORAGE, "times": 2},
+    {"kind": "cut-before", **AT_STORAGE, "times": 3},
+    {"kind": "cut-after", **AT_STORAGE, "times": 3},
+    at_hub("POST", "verify", 502),
+    at_hub("POST", "validate-yaml"),
+    at_hub("POST", "commit", times=3),
+    at_hub("POST", "commit", 429, headers=NO_PAUSE),
+    at_hub("POST", "commit", kind="cut-before"),
 ]
 
 
@@ -124,8 +77,7 @@ ENDPOINTS = {
 @pytest.mark.parametrize("match", ENDPOINTS)
 @pytest.mark.sweep(5)
 def test_json_of_another_shape_passes_or_is_told(match, body, hub, made, told):
-    where = {"where": "hub", "method": ENDPOINTS[match], "match": match}
-    hub.fault("status", **where, status=200, body=body, times=1000)
+    hub.fault(**at_hub(ENDPOINTS[match], match, 200, body=body, times=MANY))
     caught: list[OutputError] = []
     try:
         push(made, told)
@@ -146,14 +98,7 @@ def test_a_call_that_huggingface_hub_does_not_take_is_a_bug_of_ours(hub, made, t
 
 
 def test_everybody_is_told_of_a_rate_limit(hub, made, told):
-    hub.fault(
-        "status",
-        where="hub",
-        method="POST",
-        match="commit",
-        status=429,
-        headers={"Retry-After": "1"},
-    )
+    hub.fault(**at_hub("POST", "commit", 429, headers={"Retry-After": "1"}))
     began = time.monotonic()
     push(made, told)
     assert time.monotonic() - began >= 1
@@ -161,14 +106,7 @@ def test_everybody_is_told_of_a_rate_limit(hub, made, told):
 
 
 def test_a_rate_limit_that_huggingface_hub_obeys_itself_is_told_too(hub, made, told):
-    hub.fault(
-        "status",
-        where="hub",
-        method="POST",
-        match="batch",
-        status=429,
-        headers={"Retry-After": "3"},
-    )
+    hub.fault(**at_hub("POST", "batch", 429, headers={"Retry-After": "3"}))
     push(made, told)
     assert told == ["the Hub: Rate limited. Waiting 4.0s before retry [Retry 1/5]."]
 
@@ -186,8 +124,7 @@ def test_what_does_not_pass_is_exit_5_and_goes_on_later(hub, made, told):
 
 def test_an_upload_that_fails_is_told_and_tried_again(hub, made, told):
     down = hub.fault("status", method="PUT", status=503, times=MANY)
-    pusher = Pusher(REPO, False, None, told.append)
-    pusher.begin()
+    pusher = begun(told)
     pusher.add(made.folder / FIRST, FIRST, made.files[FIRST])
     assert isinstance(pusher._started[FIRST].exception(), OutputError)
     down.times = 0
@@ -197,13 +134,11 @@ def test_an_upload_that_fails_is_told_and_tried_again(hub, made, told):
     assert FIRST in line
     assert tries
     assert all("HTTP 503 of " in one and "; try " in one for one in tries)
-    assert tries
     assert {name: hub.read(REPO)[name] for name in made.files} == made.bytes()
 
 
 def test_a_bug_in_the_background_does_not_stay_there(hub, made, told):
-    pusher = Pusher(REPO, False, None, told.append)
-    pusher.begin()
+    pusher = begun(told)
     pusher.add(made.folder / FIRST, FIRST, 7)
     with pytest.raises(TypeError):
         pusher.commit(made.folder, made.files, CARD)
@@ -221,9 +156,7 @@ def test_a_reply_lost_after_the_commit_was_made(hub, made, told):
 
 def test_a_commit_that_comes_to_light_only_when_it_is_made_again(hub, made, told):
     """The head still looks old when the other worker has committed; the Hub answers 412."""
-    pusher, twin = (Pusher(REPO, False, None, told.append) for _ in range(2))
-    for one in (pusher, twin):
-        one.begin()
+    pusher, twin = begun(told), begun(told)
     for name, sha256 in made.files.items():
         pusher.add(made.folder / name, name, sha256)
         pusher._started[name].result()
@@ -236,17 +169,14 @@ def test_a_commit_that_comes_to_light_only_when_it_is_made_again(hub, made, told
 
 
 def test_two_workers_that_both_finish_make_one_commit(hub, made, told):
-    pushers = [Pusher(REPO, False, None, told.append) for _ in range(2)]
-    for pusher in pushers:
-        pusher.begin()
+    pushers = [begun(told), begun(told)]
     addresses = {pusher.commit(made.folder, made.files, CARD) for pusher in pushers}
     assert len(addresses) == 1
     assert len(hub.repos[REPO].commits) == 2
 
 
 def test_a_head_that_moved_is_left_alone(hub, made, told, tmp_path):
-    pusher = Pusher(REPO, False, None, told.append)
-    pusher.begin()
+    pusher = begun(told)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text("{}")
     theirs = hub.add(REPO, tmp_path / "theirs")
@@ -266,8 +196,7 @@ def test_the_commit_names_its_parent(hub, made, told, tmp_path):
     """Somebody commits between our look at the head and our commit: the Hub, not we,
     must notice.
     """
-    pusher = Pusher(REPO, False, None, told.append)
-    pusher.begin()
+    pusher = begun(told)
     (tmp_path / "theirs").mkdir()
     look = pusher._look_once
 
@@ -287,25 +216,21 @@ def test_a_run_after_the_commit_does_nothing(hub, made, told):
     first = push(made, told)
     hub.seen.clear()
     assert push(made, told) == first
-    assert {
-        (seen.method, seen.path.partition("?")[0]) for seen in hub.seen if seen.method != "GET"
-    } == {
+    asked = {(seen.method, seen.path.partition("?")[0]) for seen in hub.seen}
+    assert {each for each in asked if each[0] != "GET"} == {
         ("POST", "/api/repos/create"),
         ("HEAD", f"/{REPO}/resolve/{first[-40:]}/{RECORD}"),
     }
 
 
 def test_after_a_crash_only_the_rest_is_uploaded(hub, made, told):
-    pusher = Pusher(REPO, False, None, told.append)
-    pusher.begin()
+    pusher = begun(told)
     pusher.add(made.folder / FIRST, FIRST, made.files[FIRST])
     pusher._started[FIRST].result()
     pusher.stop()
     hub.seen.clear()
     push(made, told)
-    sent = {
-        seen.path.partition("?")[0].rpartition("/")[2] for seen in hub.seen if seen.method == "PUT"
-    }
+    sent = {seen.path.partition("?")[0][-64:] for seen in hub.seen if seen.method == "PUT"}
     assert made.files[FIRST] not in sent
     assert made.files[SECOND] in sent
     assert {name: hub.read(REPO)[name] for name in made.files} == made.bytes()
@@ -333,8 +258,7 @@ def test_a_hub_that_never_answers_is_not_waited_for(hub, made, told, monkeypatch
 
 
 def test_a_file_that_is_gone(hub, made, told):
-    pusher = Pusher(REPO, False, None, told.append)
-    pusher.begin()
+    pusher = begun(told)
     with pytest.raises(OutputError, match="is not there any more"):
         pusher.commit(made.folder, {**made.files, "gone.json": "0" * 64}, CARD)
 
@@ -360,8 +284,7 @@ def patient(hub, monkeypatch):
 
 
 def test_a_stop_ends_soon(patient, hub, made, told):
-    pusher = Pusher(REPO, False, None, told.append)
-    pusher.begin()
+    pusher = begun(told)
     stalled = hub.fault("stall", method="PUT", seconds=LONG, times=MANY)
     for name, sha256 in made.files.items():
         pusher.add(made.folder / name, name, sha256)
@@ -376,37 +299,28 @@ def test_a_stop_ends_soon(patient, hub, made, told):
         pusher.commit(made.folder, made.files, CARD)
 
 
-def test_a_stop_ends_a_commit_that_waits(hub, made, told):
-    pusher = Pusher(REPO, False, None, told.append)
-    pusher.begin()
-    hub.fault(
-        "status",
-        where="hub",
-        method="POST",
-        match="/commit/",
-        status=429,
-        headers={"Retry-After": "90"},
-        times=MANY,
-    )
-    threading.Timer(0.5, pusher.stop).start()
-    began = time.monotonic()
-    with pytest.raises(OutputError, match="stopped"):
-        pusher.commit(made.folder, made.files, CARD)
-    assert time.monotonic() - began < SOON
-    assert told == ["rate limited by the Hub: waiting 90 s"]
+WAITS = at_hub("POST", "/commit/", 429, headers={"Retry-After": "90"}, times=MANY)
+HANGS = {"kind": "stall", "method": "PUT", "seconds": LONG}
 
 
-def test_a_stop_ends_a_commit_whose_upload_hangs(patient, hub, made, told):
-    pusher = Pusher(REPO, False, None, told.append)
-    pusher.begin()
-    hub.fault("stall", method="PUT", seconds=LONG)
-    threading.Timer(0.5, pusher.stop).start()
+@pytest.mark.parametrize(
+    ("fault", "said"), [(WAITS, ["rate limited by the Hub: waiting 90 s"]), (HANGS, [])]
+)
+def test_a_stop_ends_a_commit(fault, said, patient, hub, made, told):
+    pusher, met = begun(told), hub.fault(**fault)
+    times = met.times
+
+    def stop() -> None:
+        wait_until(lambda: told if said else met.times < times)
+        pusher.stop()
+
+    threading.Thread(target=stop).start()
     began = time.monotonic()
-    with pytest.raises(OutputError, match="stopped"):
-        pusher.commit(made.folder, made.files, CARD)
+    for _ in range(2):
+        with pytest.raises(OutputError, match="stopped"):
+            pusher.commit(made.folder, made.files, CARD)
     assert time.monotonic() - began < SOON
-    with pytest.raises(OutputError, match="stopped"):
-        pusher.commit(made.folder, made.files, CARD)
+    assert told == said
 
 
 LEFT = """
@@ -443,14 +357,11 @@ def chunks(hub, monkeypatch, tmp_path) -> UploadHub:
 def test_through_the_xet_storage(chunks, made, told, tmp_path):
     push(made, told)
     head = chunks.head(REPO)
-    assert {
-        name: head[name].oid for name in made.files if head[name].is_large
-    }.items() <= made.files.items()
+    large = {name: head[name].oid for name in made.files if head[name].is_large}
+    assert large.items() <= made.files.items()
     assert not requests(chunks, "PUT", "upload")
-    assert (
-        sum(path.stat().st_size for path in (tmp_path / "chunks").rglob("*") if path.is_file())
-        > 50_000
-    )
+    stored = [path for path in (tmp_path / "chunks").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in stored) > 50_000
     assert told == []
 
 
