@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
 from inspect import Parameter, Signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -149,15 +148,13 @@ def parameter_of(declared: Declared) -> Parameter:
     """Return the parameter that typer makes an option or an argument of."""
     name, option, default = declared.name, declared.option, declared.default
     members = (declared.type, *get_args(declared.type))
-    plain = option.parse or next((kind for kind in PLAIN_TYPES if kind in members), str)
+    plain = next((kind for kind in PLAIN_TYPES if kind in members), str)
     how: dict[str, Any] = {
         "help": help_with_words(option) if option.value else option.help,
         "min": option.least,
         "metavar": _argument_text(declared) or _value_text(declared, plain),
         "rich_help_panel": option.panel or None,
     }
-    if plain is Path:
-        how["readable"] = False  # whoever opens the file says what is wrong with it
     if option.words or option.is_recipe or option.is_code:
         how["autocompletion"] = _completion_for(option)
     making: Any = typer.Argument if option.is_argument else typer.Option
@@ -189,7 +186,7 @@ def _value_text(declared: Declared, plain: type) -> str | None:
         return option.value or f"[{'|'.join(option.words)}]"
     if plain in (int, float):
         return "<number>"
-    return "<path>" if plain is Path or declared.type in (Reference, Reference | None) else "<text>"
+    return "<path>" if declared.type in (Reference, Reference | None) else "<text>"
 
 
 def _completion_for(option: Option) -> Callable[[str], list[str]]:

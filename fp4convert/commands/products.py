@@ -34,8 +34,7 @@ MAX_VECTORS = MAX_MATRICES * ENTRIES["gemv"].down
 
 
 def multiply_tensor(
-    quantized: Quantized | DeviceQuantized | Sequence[Quantized] | Sequence[DeviceQuantized],
-    x: Any,
+    quantized: Quantized | DeviceQuantized | Sequence[Quantized] | Sequence[DeviceQuantized], x: Any
 ) -> Any:
     """Return the products of vectors with a matrix, x W^T, from its codes.
 

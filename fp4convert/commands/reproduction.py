@@ -28,12 +28,7 @@ from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.quality.found_artifact import find_artifact, first_difference, hash_in
 from fp4convert.recipes.options import declared_in
-from fp4convert.storage.checkpoint_files import (
-    RECORD,
-    UNDIGESTED,
-    holds_weights,
-    recorded_hashes,
-)
+from fp4convert.storage.checkpoint_files import RECORD, UNDIGESTED, holds_weights, recorded_hashes
 from fp4convert.storage.disk import hash_file, temporary_folder
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import GGUF_FILE, REPOSITORY

@@ -332,9 +332,7 @@ def matrix_of(x: object, fmt: Format) -> Matrix:
     names = {kind: name for name, kind in FLOAT_DTYPES.items()}
     if x.dtype not in names:
         raise InputError(
-            "tensor-dtype",
-            f"x is {x.dtype}; {EXPECTED}",
-            "Cast them: x.astype(numpy.float32).",
+            "tensor-dtype", f"x is {x.dtype}; {EXPECTED}", "Cast them: x.astype(numpy.float32)."
         )
     return Matrix(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, names[x.dtype], shape)
 

@@ -133,8 +133,7 @@ class AccessOptions:
         str | None, Option("Branch, tag or commit. Default: main.", panel=HUB, value="<name>")
     ] = None
     subfolder: Annotated[
-        str | None,
-        Option("Subfolder that holds the checkpoint.", panel=HUB, value="<path>"),
+        str | None, Option("Subfolder that holds the checkpoint.", panel=HUB, value="<path>")
     ] = None
     token: Annotated[
         str | None,
@@ -153,7 +152,6 @@ class AccessOptions:
         Reference | None,
         Option(
             "Folder with the config.json of a GGUF file's model: the file is read as safetensors.",
-            parse=Path,
             panel=TARGET,
             value="<dir>",
         ),

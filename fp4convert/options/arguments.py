@@ -29,10 +29,7 @@ ArtifactArgument = Annotated[
     Reference,
     Option("A quantized checkpoint: a folder, one file, or ORG/NAME on the Hub.", is_argument=True),
 ]
-NewFolder = Annotated[
-    Reference,
-    Option("New folder.", parse=Path, flags=("--output", "-o"), panel=TARGET),
-]
+NewFolder = Annotated[Reference, Option("New folder.", flags=("--output", "-o"), panel=TARGET)]
 Dialect = Annotated[
     str,
     Option(
@@ -65,23 +62,16 @@ EngineName = Annotated[
 ]
 Page = Annotated[
     Reference | None,
-    Option(
-        "Write an HTML page that shows the quantization error of every layer.",
-        parse=Path,
-        panel=OUTPUT,
-    ),
+    Option("Write an HTML page that shows the quantization error of every layer.", panel=OUTPUT),
 ]
 Statistics = Annotated[
     Reference | None,
-    Option(
-        "Statistics of this source, a file made by fp4convert calibrate.", parse=str, panel=QUALITY
-    ),
+    Option("Statistics of this source, a file made by fp4convert calibrate.", panel=QUALITY),
 ]
 Adapters = Annotated[
     Reference | Iterable[Reference] | None,
     Option(
         "Merge this LoRA adapter, a folder or ORG/NAME, and round so that it stays.",
-        parse=str,
         is_several=True,
         panel=QUALITY,
         value="<path>",
@@ -93,22 +83,19 @@ AdapterScale = Annotated[
     Option("With --lora: multiplies the adapter's own scale. Default: 1.", panel=QUALITY),
 ]
 Sarif = Annotated[
-    Reference | None,
-    Option("Write the findings as SARIF 2.1.0, for code scanning.", parse=Path, panel=OUTPUT),
+    Reference | None, Option("Write the findings as SARIF 2.1.0, for code scanning.", panel=OUTPUT)
 ]
 Merged = Annotated[
     Reference | Iterable[Reference] | None,
     Option(
         "The LoRA adapter that --source was merged with, as quantize --lora had it.",
-        parse=str,
         is_several=True,
         panel=QUALITY,
         value="<path>",
     ),
 ]
 ByLayer = Annotated[
-    bool,
-    Option("Also what each layer costs: two more runs for every layer.", panel=QUALITY),
+    bool, Option("Also what each layer costs: two more runs for every layer.", panel=QUALITY)
 ]
 
 

@@ -7,14 +7,7 @@ from typing import Annotated
 
 from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR, DIALECTS
 from fp4convert.errors import InputError, shell_line
-from fp4convert.numerics.formats import (
-    DAMPING,
-    FORMATS,
-    FP8,
-    METHODS,
-    NVFP4,
-    PASSES,
-)
+from fp4convert.numerics.formats import DAMPING, FORMATS, FP8, METHODS, NVFP4, PASSES
 from fp4convert.options.access import DeviceOptions, PartOptions
 from fp4convert.options.arguments import (
     Adapters,
@@ -81,12 +74,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     engine: EngineName = None
     output: Annotated[
         Reference | None,
-        Option(
-            "New folder. Default: ./NAME-FORMAT.",
-            parse=Path,
-            flags=("--output", "-o"),
-            panel=TARGET,
-        ),
+        Option("New folder. Default: ./NAME-FORMAT.", flags=("--output", "-o"), panel=TARGET),
     ] = None
     dialect: Annotated[
         str | None,
@@ -133,8 +121,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         ),
     ] = None
     keep_packed: Annotated[
-        bool,
-        Option("Do not expand kept FP8, int4 and FP4 modules to bf16.", panel=TARGET),
+        bool, Option("Do not expand kept FP8, int4 and FP4 modules to bf16.", panel=TARGET)
     ] = False
     keep_dtype: KeptDtype = None
     draft: Annotated[
@@ -200,7 +187,6 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         Option(
             "Activation scales for nvfp4 with --activations 4: one multiplier, or an artifact"
             " or calibration file that has them. Default: those of --calibration, else 1.0.",
-            parse=str,
             panel=QUALITY,
             value="<number|path>",
         ),
@@ -208,17 +194,13 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     global_scale: Annotated[
         Reference | None,
         Option(
-            "Take nvfp4's global scales from an artifact or a file; measure none.",
-            parse=str,
-            panel=QUALITY,
+            "Take nvfp4's global scales from an artifact or a file; measure none.", panel=QUALITY
         ),
     ] = None
     via: Annotated[
         str | None,
         Option(
-            "Round weights to FP8 first; less accurate, for comparison only.",
-            VIAS,
-            panel=QUALITY,
+            "Round weights to FP8 first; less accurate, for comparison only.", VIAS, panel=QUALITY
         ),
     ] = None
     ray: Annotated[
@@ -230,8 +212,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         ),
     ] = None
     push_to_hub: Annotated[
-        str | None,
-        Option("Upload the result to this repository.", panel=HUB, value="ORG/NAME"),
+        str | None, Option("Upload the result to this repository.", panel=HUB, value="ORG/NAME")
     ] = None
     private: Annotated[
         bool, Option("With --push-to-hub: make the repository private.", panel=HUB)
