@@ -61,12 +61,12 @@ class Command:
     """A command of the command line.
 
     options  the class whose fields are its options, and whose docstring is its help
-    panel    the heading that the list of commands has it under
+    panel    its heading in the list of commands
     work     its function, MODULE:NAME below fp4convert, loaded when the command runs
     draw     the function of cli/ that shows its document to a person
-    preview  what --dry-run does instead, where the command has that
-    verdict  the key of its document that is false where something is wrong
-    hidden   options that Python alone has
+    preview  the function for --dry-run, if any
+    verdict  the key of its document that is false for a failed check
+    hidden   options for Python alone
     """
 
     options: type[Any]
@@ -170,7 +170,7 @@ def parameter_of(declared: Declared) -> Parameter:
 
 
 def _argument_text(declared: Declared) -> str:
-    """Return what stands for an argument in help; "" for an option."""
+    """Return the name of an argument in help; "" for an option."""
     if not declared.option.is_argument:
         return ""
     name = declared.name.upper()
@@ -178,7 +178,7 @@ def _argument_text(declared: Declared) -> str:
 
 
 def _value_text(declared: Declared, plain: type) -> str | None:
-    """Return what stands for the value in help: choices, or a type."""
+    """Return the name of a value in help: its choices or its type."""
     option = declared.option
     if plain is bool:
         return None
@@ -190,7 +190,7 @@ def _value_text(declared: Declared, plain: type) -> str | None:
 
 
 def _completion_for(option: Option) -> Callable[[str], list[str]]:
-    """Return what finds the words that complete an unfinished one."""
+    """Return the function that completes an unfinished word."""
 
     def complete(incomplete: str) -> list[str]:  # typer takes no partial
         words = option.words

@@ -1,6 +1,6 @@
 """Parse plain words without typer's slow checks; draw plain help.
 
-Typer imports pydantic to check a value: as long again as all else before the work begins.
+typer imports pydantic to check a value, which doubles the time before the work begins.
 """
 
 from __future__ import annotations
@@ -94,10 +94,9 @@ class PlainGroup(TyperGroup):
 
 
 def _as_plain(parameters: list[Any]) -> list[Any]:
-    """Make typer's parameters those of the classes above.
+    """Turn typer's parameters into those of the classes above, in place.
 
-    They change class where they stand: typer has no way to name a class for what it makes, and
-    knows its parameters by which object they are.
+    typer has no way to name another class, and knows its parameters by identity.
     """
     for parameter in parameters:
         parameter.__class__ = PLAIN.get(type(parameter), type(parameter))
@@ -114,10 +113,7 @@ def _given_again(option: PlainOption, values: list[str]) -> InputError:
 
 
 def _take(parameter: TyperOption | TyperArgument, value: Any) -> object:
-    """Return what typer would make of a plain value.
-
-    Plain are: none given, one plain word, or plain words where several may be given.
-    """
+    """Return the value that typer would make of no word or of plain words."""
     if parameter.nargs != 1:
         return _ODD
     if value is None or (parameter.multiple and value == ()):
@@ -135,7 +131,7 @@ def _take(parameter: TyperOption | TyperArgument, value: Any) -> object:
 
 
 def _take_word(kind: object, info: ParameterInfo, word: Any) -> object:
-    """Return what typer would make of one plain word."""
+    """Return the value that typer would make of one plain word."""
     if type(word) is kind:  # a word where one is wanted, and defaults
         return word
     if kind not in (int, float) or not isinstance(word, str) or len(word) > MOST_DIGITS:

@@ -706,9 +706,9 @@ def analyze(
     transport: How files are fetched; xet needs hf_xet. One of: http, xet.
     """
     options = checked(AnalyzeOptions(**locals()))
-    from fp4convert.commands import analysis
+    from fp4convert.commands import quality
 
-    return analysis.analyze(options)
+    return quality.analyze(options)
 
 
 @by_name

@@ -1,18 +1,19 @@
-"""inspect(), verify() and compare()."""
+"""inspect(), verify(), compare() and analyze()."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.record import ADAPTER, place_recorded
-from fp4convert.checkpoint.whole_model import refuse_one_shard
+from fp4convert.checkpoint.whole_model import open_model, refuse_one_shard
 from fp4convert.engines.files import parse_engine
 from fp4convert.errors import Fp4Error, InputError, shell_line
 from fp4convert.options.arguments import as_path, one_adapter
-from fp4convert.options.looking import InspectOptions, VerifyOptions
+from fp4convert.options.looking import AnalyzeOptions, InspectOptions, VerifyOptions
 from fp4convert.options.measuring import CompareOptions
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
@@ -146,6 +147,28 @@ def compare(options: CompareOptions) -> dict[str, Any]:
 
         options.tell(save_comparison(page, found))
     return found
+
+
+@keeping_nothing()
+def analyze(options: AnalyzeOptions) -> dict[str, Any]:
+    """Measure what every kind of module loses in each form, on a sample.
+
+    The command `analyze`.
+
+    Writes nothing.
+    Returns  what `analyze --json` prints; docs/analysis.md has every key
+    Raises   Fp4Error: InputError for a source, a sample or a recipe that cannot be; SourceError
+             and AccessError from the Hub
+    """
+    from fp4convert.calibration.calibration_file import open_calibration
+    from fp4convert.quality import analysis
+
+    phases, file = options.phases or Phases(), options.calibration
+    phases.begin("plan")
+    calibration = None if file is None else open_calibration(Path(file))
+    nbytes = analysis.nbytes_to_sample(options.sample)
+    source = open_model(os.fspath(options.source), options.access())
+    return analysis.analyze(source, options, nbytes, calibration, phases)
 
 
 def _begin(options: InspectOptions | VerifyOptions | CompareOptions) -> Phases:

@@ -100,7 +100,7 @@ ByLayer = Annotated[
 
 
 def as_folder(output: Reference, source: Reference) -> Path:
-    """Return the folder that is written; InputError for the name of a file.
+    """Return the folder to write; InputError for the name of a file.
 
     source  whose single file would lie in it
     """
@@ -118,10 +118,7 @@ def as_folder(output: Reference, source: Reference) -> Path:
 
 
 def one_adapter(given: Reference | Iterable[Reference] | None) -> tuple[str, ...]:
-    """Return the adapter that is given, if any.
-
-    Raises  InputError for several, whose order and weights nobody tells
-    """
+    """Return the adapter, if any; InputError for several, which have no order."""
     several = (given,) if isinstance(given, str | os.PathLike) else tuple(given or ())
     if len(several) > 1:
         detail = f"--lora is given {len(several)} times; expected one adapter"
@@ -133,10 +130,7 @@ def one_adapter(given: Reference | Iterable[Reference] | None) -> tuple[str, ...
 def chosen_adapter(
     lora: Reference | Iterable[Reference] | None, scale: float | None, access: "Access"
 ) -> "Adapter | None":
-    """Read the adapter that is given, if any.
-
-    Raises  InputError for a scale without one, and what open_adapter raises
-    """
+    """Open the adapter, if any; InputError for a scale without one."""
     from fp4convert.checkpoint.adapters.peft import open_adapter
 
     given = one_adapter(lora)
@@ -147,5 +141,5 @@ def chosen_adapter(
 
 
 def as_path(file: Reference | None) -> Path | None:
-    """Return the path of a file that may not be named."""
+    """Return the path of an optional file."""
     return None if file is None else Path(file)

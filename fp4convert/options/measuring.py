@@ -1,6 +1,6 @@
-"""Declare the options of calibrate, compare and evaluate.
+"""Declare the options of commands in which models read a text.
 
-In these commands models read a text.  The docstring of a class is the help of its command.
+The docstring of a class is the help of its command.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ from fp4convert.recipes.options import DEVICE, OUTPUT, QUALITY, TARGET, Option, 
 class TextOptions(AccessOptions):
     """Which text a model is given, and where it runs.
 
-    USUAL_LENGTH  most tokens of a sample where a person does not say
+    USUAL_LENGTH  default of the most tokens of a sample
     """
 
     USUAL_LENGTH: ClassVar[int] = 2048

@@ -39,7 +39,7 @@ CACHES = (FP8.name, NVFP4.name)  # what a cache of keys and values may hold
 
 
 def _usual_activations(fmt: str, dialect: str) -> int:
-    """Return the bits of activations where nobody says; 16 for unknown words."""
+    """Return the default bits of activations; 16 for unknown words."""
     if dialect in ALWAYS_FOUR:
         return 4
     if not (fmt in FORMATS and FORMATS[fmt].is_fp8 and dialect in DIALECTS):
@@ -53,8 +53,8 @@ def _rules() -> str:
     """Return the rules of every format, the default first."""
     lines = []
     for fmt in FORMATS.values():
-        others = [rule for rule in fmt.scale_rules if rule != fmt.default_rule]
-        lines.append(f"{fmt.name}: {', '.join([f'{fmt.default_rule} (default)', *others])}")
+        others = (f", {rule}" for rule in fmt.scale_rules if rule != fmt.default_rule)
+        lines.append(f"{fmt.name}: {fmt.default_rule} (default){''.join(others)}")
     return "; ".join(lines)
 
 
@@ -250,10 +250,9 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
 
     @property
     def folder(self) -> Path:
-        """Return where the artifact goes: the output, else ./NAME-FORMAT.
+        """Return the output folder; ./NAME-FORMAT by default.
 
-        Beside the source where this is the current folder, or one above it.
-        Raises  InputError as as_folder does, and where it would lie in the Hub's cache
+        Beside the source where the current folder is the source or lies in it.
         """
         from fp4convert.storage.source import find_cached, name_of
 
@@ -271,23 +270,19 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
 
     @property
     def place(self) -> Path | str:
-        """Return where its result is afterwards: the folder, or the repository."""
+        """Return where the result is afterwards: the folder, or the repository."""
         return str(self.push_to_hub) if self.no_keep else self.folder
 
     def that_make_bytes(self) -> dict[str, object]:
-        """Return the options by name that the bytes depend on.
+        """Return the options that the bytes depend on, by name.
 
-        That is every one but how the work is done and where the result goes.
+        The others say how the work is done and where the result goes.
         """
-        how = {field.name for kind in (DeviceOptions, PartOptions) for field in fields(kind)}
-        where = {"source", "output", "engine", "ray", "push_to_hub", "private", "report"}
-        where |= {"no_keep", "disk"}
+        others = {field.name for kind in (DeviceOptions, PartOptions) for field in fields(kind)}
+        others |= {"source", "output", "engine", "ray", "push_to_hub", "private", "report"}
+        others |= {"no_keep", "disk"}
         names = [each.name for each in declared_in(QuantizeOptions)]
-        values = {
-            name: getattr(self, name)
-            for name in names
-            if name == "subfolder" or name not in how | where
-        }
+        values = {name: getattr(self, name) for name in names if name not in others - {"subfolder"}}
         return {
             name: os.fspath(value) if isinstance(value, os.PathLike) else value
             for name, value in values.items()

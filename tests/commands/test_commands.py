@@ -184,7 +184,7 @@ def plain(value: object) -> object:
             "compare ARTIFACT ARTIFACT --source SOURCE",
             {"source": "SOURCE"},
         ),
-        ("commands.analysis.open_model", "analyze SOURCE", {}),
+        ("commands.quality.open_model", "analyze SOURCE", {}),
         (
             "commands.calibration.open_model",
             "calibrate SOURCE -o OUT --self-generate 4",
