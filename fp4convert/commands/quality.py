@@ -47,7 +47,7 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
     engine = None if options.engine is None else parse_engine(options.engine)
     phases = _begin(options)
     artifact = _open_first(options, options.artifact)
-    original = _original(options, artifact)
+    original = _open_recorded(options, artifact) if options.source else None
     description = inspection.inspect(artifact, original, options.full, phases, engine)
     if sarif:
         write_sarif(sarif, artifact, description["findings"])
@@ -81,7 +81,7 @@ def verify(options: VerifyOptions) -> Verified:
     engine = None if options.engine is None else parse_engine(options.engine)
     phases = _begin(options)
     artifact = _with_adapter(_open_first(options, options.artifact), options)
-    original = _original(options, artifact)
+    original = _open_recorded(options, artifact) if options.source else None
     outputs = Outputs(known) if known else None
     errors = (options.min_sqnr, options.max_nmse, options.max_output_error)
     gate = verification.Gate(*errors, engine, as_path(options.public_key))
@@ -179,10 +179,7 @@ def _begin(options: InspectOptions | VerifyOptions | CompareOptions) -> Phases:
 
 
 def _with_adapter(artifact: Artifact, options: VerifyOptions | CompareOptions) -> Artifact:
-    """Let an artifact know the adapter that its source was merged with.
-
-    Raises  InputError without a source, and what open_recorded raises
-    """
+    """Add the adapter that its source was merged with to an artifact."""
     given = one_adapter(options.lora)
     if not given:
         return artifact
@@ -196,21 +193,13 @@ def _with_adapter(artifact: Artifact, options: VerifyOptions | CompareOptions) -
 
 
 def _with_adapters(artifacts: list[Artifact], options: CompareOptions) -> list[Artifact]:
-    """Let those know the adapter that were made with one.
-
-    Raises  InputError where none of them was
-    """
+    """Add the adapter to artifacts made with one, else to the first."""
     if not any(ADAPTER in artifact.record for artifact in artifacts):
         return [_with_adapter(artifacts[0], options), *artifacts[1:]]
     return [
         _with_adapter(artifact, options) if ADAPTER in artifact.record else artifact
         for artifact in artifacts
     ]
-
-
-def _original(options: InspectOptions | VerifyOptions, artifact: Artifact) -> Source | None:
-    """Open the source of an artifact where one is named."""
-    return _open_recorded(options, artifact) if options.source else None
 
 
 def _open_recorded(
@@ -229,10 +218,9 @@ def _open_recorded(
 def _open_first(
     options: InspectOptions | VerifyOptions | CompareOptions, reference: Reference
 ) -> Artifact:
-    """Open an artifact that stands first; the source stands behind --source.
+    """Open an artifact; InputError if it is swapped with, or is, its source.
 
-    Raises  what open_artifact raises, and says where they are swapped; InputError for an artifact
-            that would be its own source, and for one shard, which inspect alone takes
+    One shard alone is for inspect.
     """
     given = options.source
     try:
