@@ -91,8 +91,7 @@ def test_words_that_may_be_several(kind: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "default"),
-    [(int, 16), (float, 1.0), (float, 1), (str, "auto"), (bool, True)],
+    ("kind", "default"), [(int, 16), (float, 1.0), (float, 1), (str, "auto"), (bool, True)]
 )
 def test_what_is_not_given(kind: type, default: object) -> None:
     annotation: Any = Annotated[kind, typer.Option("--x")]
