@@ -47,7 +47,7 @@ def read_catalogue() -> dict[str, Any]:
 
 
 class Fp4Error(Exception):
-    """An expected failure, with what the user can do now.
+    """An expected failure, with the next step for the user.
 
     code       stable slug for scripts, such as "header-length"
     message    one sentence: the fact, its place, the expectation; one line for each problem
@@ -75,7 +75,7 @@ class Fp4Error(Exception):
 
     @property
     def next_step(self) -> str:
-        """Tell what the user can do now, in one sentence."""
+        """Return the next step for the user, in one sentence."""
         if self._known_step:
             return self._known_step
         try:

@@ -216,7 +216,7 @@ def _refuse_empty(words: list[str], called: Sequence[str]) -> None:
 
 
 def _bad_usage(error: Any, arguments: list[str], helped: str) -> InputError:
-    """Return our error for what typer refuses: an option, a command, a value."""
+    """Return our error for an option, a command or a value that typer refuses."""
     from fp4convert.cli.foreign_words import answer_command, answer_option
 
     see = f"See: {helped} --help"

@@ -22,9 +22,9 @@ CODE_KINDS = {
 
 
 def draw_result(screen: Screen, result: Document) -> None:
-    """Draw what a conversion did, whatever command made it.
+    """Draw the result of a conversion.
 
-    adopted_bytes    of the source, whose result was there already; they count for no rate
+    adopted_bytes    bytes of the source that were converted before; they count for no rate
     bits_per_weight  of the quantized tensors
     """
     # where it is, in which format
@@ -76,7 +76,7 @@ def draw_result(screen: Screen, result: Document) -> None:
 
 
 def draw_reproduced(screen: Screen, found: Document) -> None:
-    """Draw whether an artifact came out again, and where not."""
+    """Draw the verdict of `reproduce`, and the files that differ."""
     differing, count = found["differing"], found["files"]
     made_by = found["made_by"] or "of no version that the record names"
     now = "" if made_by == __version__ else f"; now by {__version__}"
@@ -114,7 +114,7 @@ def draw_reproduced(screen: Screen, found: Document) -> None:
 
 
 def draw_attested(screen: Screen, signed: Document) -> None:
-    """Draw what was signed."""
+    """Draw the signature of `attest`."""
     screen.unwrapped(signed["signature"], "bold")
     more = ", as the record has them" if signed["recorded"] else "; it has no record to compare"
     if others := signed["unrecorded"]:
@@ -124,7 +124,7 @@ def draw_attested(screen: Screen, signed: Document) -> None:
 
 
 def _draw_fidelity(screen: Screen, result: Document) -> None:
-    """Draw what was lost, and what is left of what was there before."""
+    """Draw the losses, and the share of an adapter that stays."""
     if fidelity := result.get("fidelity"):
         screen.line(f"  {fidelity_text(fidelity)}")
         for key, text in (("adapter", adapter_text), ("fake_quantized", fake_quantized_text)):
@@ -140,7 +140,7 @@ def _draw_next(screen: Screen, result: Document) -> None:
 
 
 def _draw_carried(screen: Screen, carried: Document) -> None:
-    """Draw what a transcoded artifact keeps of the other, and what not."""
+    """Draw the values that transcoding keeps, and those that it changes."""
     how = "keep every value in the new format" if "blocks" in carried else "are copied bit for bit"
     screen.line(f"  {carried['bit_for_bit']} of {carried['modules']} modules {how}")
     for key, what in (
@@ -162,7 +162,7 @@ def _draw_carried(screen: Screen, carried: Document) -> None:
 
 
 def draw_merged(screen: Screen, merged: Document) -> None:
-    """Draw what `merge` ended."""
+    """Draw the document of `merge`."""
     screen.unwrapped(merged["output"], "bold")
     made = ", ".join(word for word in (merged["format"], merged["dialect"]) if word)
     size, seconds = size_text(merged["output_bytes"]), duration_text(merged["seconds"])
@@ -187,7 +187,7 @@ def draw_recipes(screen: Screen, found: Document) -> None:
 
 
 def draw_recipe(screen: Screen, recipe: Document) -> None:
-    """Draw what one recipe says, in the words of its file."""
+    """Draw one recipe, in the words of its file."""
     screen.line(f"{recipe['name']}: {recipe['about']}")
     if models := (*recipe["model_types"], *recipe["class_names"]):
         screen.line(f"for {', '.join(models)}")
@@ -211,7 +211,7 @@ def draw_recipe(screen: Screen, recipe: Document) -> None:
 
 
 def draw_explained(screen: Screen, explained: Document) -> None:
-    """Draw what explain tells: of one code, of a subject's codes, or of all."""
+    """Draw the document of `explain`: one code, a subject's codes, or all."""
     if "code" in explained:
         draw_code(screen, explained)
     elif explained == explain_all():
@@ -251,7 +251,7 @@ def draw_codes(screen: Screen, known: Document) -> None:
 
 
 def draw_code(screen: Screen, explained: Document) -> None:
-    """Draw what one code means, where it comes from, and what to do."""
+    """Draw the meaning, the origin and the remedy of one code."""
     code, finding, failure = explained["code"], explained["finding"], explained["error"]
     if finding:
         screen.line(f"{code}: a finding ({', '.join(finding['levels'])})", "bold")
@@ -265,7 +265,7 @@ def draw_code(screen: Screen, explained: Document) -> None:
 
 
 def draw_examination(screen: Screen, found: Document) -> None:
-    """Draw what `doctor` found out."""
+    """Draw the document of `doctor`."""
     cache, cpu, disk = found["cubin_cache"], found["cpu"], found["disk"]
     driver = "none"
     if found["driver"]:

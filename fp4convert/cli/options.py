@@ -1,4 +1,4 @@
-"""Make typer's commands of declared options; show what they return."""
+"""Make typer's commands of declared options; show their documents."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Command:
             raise typer.Exit(FINDINGS)
 
     def _document(self, work: str, words: dict[str, Any]) -> Document:
-        """Do the work; return what --json prints of it."""
+        """Do the work; return the document that --json prints."""
         result = _load(work)(checked(self.options(**words)))
         return result if isinstance(result, dict) else result.as_json()
 

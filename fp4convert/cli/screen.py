@@ -213,7 +213,7 @@ class Screen:
                 self._wrap(sys.stderr, warning, "yellow", "warning: ")
 
     def tell(self, line: str) -> None:
-        """Print on stderr what a person wants to know meanwhile."""
+        """Print a line about the running work on stderr."""
         if not self.is_quiet:
             self._wrap(sys.stderr, line, "dim")
 

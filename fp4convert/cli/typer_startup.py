@@ -59,7 +59,7 @@ PLAIN: dict[type, type] = {TyperArgument: PlainArgument, TyperOption: PlainOptio
 
 
 class PlainCommand(TyperCommand):
-    """One command, whose plain words are taken here."""
+    """One command, with plain parameters."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _as_plain(super().get_params(ctx))

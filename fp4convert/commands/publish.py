@@ -1,4 +1,4 @@
-"""Bring a result where it belongs: a folder, the Hub, a page.
+"""Write a result to a folder, the Hub and a page.
 
 Shards are uploaded as they are finished, and one commit names them all when the last is.
 """
@@ -129,7 +129,7 @@ def leaving(work: Work, settings: Settings, pusher: Pusher) -> Settings:
 
 
 def _publish(work: Work, settings: Settings) -> Result:
-    """Carry out the work and upload what it makes, in one commit."""
+    """Carry out the work and upload its result, in one commit."""
     from fp4convert.report.model_card import CardRequest, evaluation_in, make_card
     from fp4convert.storage.hub.api import cannot_read
 

@@ -105,7 +105,7 @@ def _expected_hashes(options: ReproduceOptions, record: Mapping[str, Any]) -> di
 
 
 def _text_in(record: Mapping[str, Any], *keys: str) -> str | None:
-    """Return a text of a record; None where it has none there."""
+    """Return a text of a record; None if it has none there."""
     value: Any = record
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None

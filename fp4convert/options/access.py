@@ -48,7 +48,7 @@ def as_nbytes(gigabytes: float, what: str = "memory") -> int:
 
 
 def take_references(options: "AccessOptions") -> None:
-    """Read ~ and addresses of the Hub in what the options name.
+    """Read ~ and addresses of the Hub in the references of options.
 
     Raises  InputError for an empty name or one that is too long, and for an address whose revision
             or folder contradicts another option
