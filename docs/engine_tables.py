@@ -41,22 +41,12 @@ def serve() -> Iterator[str]:
 
 def chosen() -> Iterator[str]:
     """List which options --for chooses for every engine."""
-    yield from table(
-        ("`--for`", "chooses"),
-        [
-            (
-                f"`{engine.key}`",
-                "; ".join(
-                    f"{each.only} `{each.words}`".strip()
-                    for each in (
-                        usual_preset(engine),
-                        *(each for each in engine.presets if each.models),
-                    )
-                ),
-            )
-            for engine in known_engines()
-        ],
-    )
+    rows: list[tuple[object, ...]] = []
+    for engine in known_engines():
+        presets = (usual_preset(engine), *(each for each in engine.presets if each.models))
+        words = "; ".join(f"{each.only} `{each.words}`".strip() for each in presets)
+        rows.append((f"`{engine.key}`", words))
+    yield from table(("`--for`", "chooses"), rows)
 
 
 def usual_preset(engine: Engine) -> Preset:
@@ -65,7 +55,7 @@ def usual_preset(engine: Engine) -> Preset:
 
 
 def loading(engine: Engine, usual: Preset) -> str:
-    """Return the line that loads what the usual command writes, "" where none is known."""
+    """Return the line that loads the usual command's result; "" for unknown."""
     place = PurePath(usual.source.split()[0])
     folder = f"./{place.stem}-{usual.format.upper()}"
     if engine.code:
@@ -76,21 +66,13 @@ def loading(engine: Engine, usual: Preset) -> str:
 
 def engines() -> Iterator[str]:
     """List what every engine is known to load."""
-    yield from table(
-        ("engine", "versions", "dialect", "what", "tried"),
-        [
-            (
-                engine.name,
-                versions(row),
-                ", ".join(row.condition.dialects),
-                row.says.removeprefix("loads ") + only(row.condition),
-                evidence(row),
-            )
-            for engine in known_engines()
-            for row in engine.rows
-            if row.effect == "loads"
-        ],
-    )
+    rows: list[tuple[object, ...]] = []
+    for engine in known_engines():
+        for row in (row for row in engine.rows if row.effect == "loads"):
+            what = row.says.removeprefix("loads ") + only(row.condition)
+            dialects = ", ".join(row.condition.dialects)
+            rows.append((engine.name, versions(row), dialects, what, evidence(row)))
+    yield from table(("engine", "versions", "dialect", "what", "tried"), rows)
 
 
 def versions(row: Row) -> str:
@@ -117,18 +99,10 @@ def linked(source: str) -> str:
 
 def failures(engine: Engine) -> Iterator[str]:
     """List what an engine is known to fail at, or to do slowly."""
-    rows: list[tuple[object, ...]] = [
-        (
-            versions(row),
-            TRAPS[row.effect],
-            about(row.condition),
-            row.says,
-            row.instead,
-            evidence(row),
-        )
-        for row in engine.rows
-        if row.effect in TRAPS
-    ]
+    rows: list[tuple[object, ...]] = []
+    for row in (row for row in engine.rows if row.effect in TRAPS):
+        trap = (versions(row), TRAPS[row.effect], about(row.condition))
+        rows.append((*trap, row.says, row.instead, evidence(row)))
     headings = ("versions", "effect", "artifacts", "it", "instead", "tried")
     yield from table(headings, rows) if rows else ["Nothing is known to fail."]
 

@@ -86,7 +86,7 @@ def judged() -> Iterator[str]:
 
 
 def _cell(engine: str, rows: list[Json], whys: dict[str, int]) -> str:
-    """Say how many are exact, and which are not, with the number of the reason."""
+    """Count the exact ones; name the others with the numbers of their reasons."""
     failed: dict[str, list[str]] = {}
     for row in rows:
         if row["outcome"] != "exact":
@@ -106,12 +106,11 @@ def _cell(engine: str, rows: list[Json], whys: dict[str, int]) -> str:
 def whole_engine() -> Iterator[str]:
     """List the log-probabilities of vLLM's whole engine against the dequantized checkpoint."""
     page = json.loads((RESULTS / "forward" / "vllm.json").read_text())
-    yield from table(
-        ("artifact", "KL divergence", "largest difference of a log-probability"),
-        [
-            (row["artifact"].replace("--", " "), f"{row['kl']:.1e}", f"{row['largest']:.4f}")
-            for row in page["rows"]
-        ],
-    )
+    rows: list[tuple[object, ...]] = [
+        (row["artifact"].replace("--", " "), f"{row['kl']:.1e}", f"{row['largest']:.4f}")
+        for row in page["rows"]
+    ]
+    headings = ("artifact", "KL divergence", "largest difference of a log-probability")
+    yield from table(headings, rows)
     yield ""
     yield f"vLLM {page['version']}, {page['date']}."

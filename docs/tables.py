@@ -75,24 +75,16 @@ def formats() -> Iterator[str]:
     """Compare the formats: blocks, scales, bits."""
     names = {"fp8_e4m3": "E4M3 (e4m3fn)", "e8m0": "E8M0", "fp32": "float32"}
     sizes = [fmt.block_size or "a row, the matrix or 128x128" for fmt in FORMATS.values()]
+    global_scales = ["none", "float32, one to a matrix or scale group"]
+    bits = [bits_of(fmt) for fmt in FORMATS.values()]
     rows: list[tuple[object, ...]] = [
         ("code", *("E2M1" if fmt.is_fp4 else "E4M3 (e4m3fn)" for fmt in FORMATS.values())),
         ("elements to a block", *sizes),
+        ("block scale", *(names[fmt.scale_dtype] for fmt in FORMATS.values())),
+        ("global scale", *(global_scales[fmt.has_global_scale] for fmt in FORMATS.values())),
+        ("bits a weight", *(f"{each:g}" for each in bits)),
+        ("GB for 70e9 weights", *(f"{70 * each / 8:.1f}" for each in bits)),
     ]
-    rows.append(("block scale", *(names[fmt.scale_dtype] for fmt in FORMATS.values())))
-    rows.append(
-        (
-            "global scale",
-            *(
-                "float32, one to a matrix or scale group" if fmt.has_global_scale else "none"
-                for fmt in FORMATS.values()
-            ),
-        )
-    )
-    rows.append(("bits a weight", *(f"{bits_of(fmt):g}" for fmt in FORMATS.values())))
-    rows.append(
-        ("GB for 70e9 weights", *(f"{70 * bits_of(fmt) / 8:.1f}" for fmt in FORMATS.values()))
-    )
     yield from table(("", *FORMATS), rows)
 
 
@@ -132,33 +124,22 @@ def dialects() -> Iterator[str]:
     for name in DIALECTS:
         dialect = dialect_named(name)
         for fmt in (fmt for fmt in dialect.TRAITS.writes if fmt in FORMATS.values()):
-            stem, shape = (
-                STEMS.get(name, "M"),
-                (EXPERTS, ROWS, COLUMNS) if name in STACKED else (ROWS, COLUMNS),
-            )
+            stem = STEMS.get(name, "M")
+            shape = (EXPERTS, ROWS, COLUMNS) if name in STACKED else (ROWS, COLUMNS)
             specs = dialect.outputs(stem, shape, module_form(Target(fmt.name, name), fmt.name))
             tensors = "<br>".join(
                 f"`{spec.name.removeprefix(stem)}` {spec.dtype} {list(spec.shape)}"
                 for spec in specs
             )
-            kind = dialect.TRAITS.global_scale_kind if fmt is NVFP4 else None
-            rows.append(
-                (
-                    name,
-                    fmt.name,
-                    tensors,
-                    dialect.TRAITS.nibble_order,
-                    ", ".join(dialect.TRAITS.layouts),
-                    kind or "none",
-                )
-            )
-    yield from table(
-        ("dialect", "format", "tensors", "nibbles", "scale layouts", "global scale"), rows
-    )
+            order, layouts = dialect.TRAITS.nibble_order, ", ".join(dialect.TRAITS.layouts)
+            kind = (fmt is NVFP4 and dialect.TRAITS.global_scale_kind) or "none"
+            rows.append((name, fmt.name, tensors, order, layouts, kind))
+    headings = ("dialect", "format", "tensors", "nibbles", "scale layouts", "global scale")
+    yield from table(headings, rows)
 
 
 def gpu_bars() -> Iterator[str]:
-    """Tell of every bar of a GPU whether it is met, by the results that are committed."""
+    """List the bars of GPUs, and whether the committed results meet them."""
     sys.path.append(str(RESULTS.parent))
     from gpu.bars import rows_of
 
@@ -184,16 +165,14 @@ def layouts() -> Iterator[str]:
     """Show where the scale of a block lies, in bytes from the first one."""
     for name, layout in LAYOUTS.items():
         places = offsets(layout)
-        yield f"**{name}**" + (
-            ""
-            if layout.padding == (1, 1)
-            else f", rows padded to {layout.padding[0]}, blocks to {layout.padding[1]}"
-        )
+        rows, blocks = layout.padding
+        padding = f", rows padded to {rows}, blocks to {blocks}" if rows * blocks > 1 else ""
+        yield f"**{name}**{padding}"
         yield ""
-        rows: list[tuple[object, ...]] = [
+        shown: list[tuple[object, ...]] = [
             (f"row {row}", *(places[row, block] for block in SHOWN_BLOCKS)) for row in SHOWN_ROWS
         ]
-        yield from table(("", *(f"block {block}" for block in SHOWN_BLOCKS)), rows)
+        yield from table(("", *(f"block {block}" for block in SHOWN_BLOCKS)), shown)
         yield ""
 
 
@@ -207,11 +186,8 @@ def tree() -> Iterator[str]:
     for number, names in reversed(list(enumerate(floors(), 1))):
         yield f"\nfloor {number}"
         for name in sorted(names):
-            yield from (
-                branch(PACKAGE / name, 1)
-                if (PACKAGE / name).is_dir()
-                else [leaf(PACKAGE / f"{name}.py", 1)]
-            )
+            folder = PACKAGE / name
+            yield from branch(folder, 1) if folder.is_dir() else [leaf(PACKAGE / f"{name}.py", 1)]
     yield "```"
 
 
@@ -338,22 +314,13 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def measured(results: str, heading: str) -> Iterator[str]:
-    """Take the tables below a heading of a page of results.
-
-    The line follows that says where they were measured.
+    """Take the tables below a heading of a page, and the line with their place.
 
     Raises  KeyError where there is no table
     """
     lines = results.splitlines()
-    first = next(
-        (
-            at
-            for at, line in enumerate(lines, 1)
-            if line.lstrip("#").strip() == heading and line.startswith("#")
-        ),
-        None,
-    )
-    after = lines[first:] if first is not None else []
+    titles = [line.lstrip("#").strip() if line.startswith("#") else None for line in lines]
+    after = lines[titles.index(heading) + 1 :] if heading in titles else []
     last = next((at for at, line in enumerate(after) if line.startswith("#")), len(after))
     rows = [line for line in after[:last] if line.startswith("|")]
     if not rows:

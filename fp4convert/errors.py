@@ -23,11 +23,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-CORRUPT = "source-corrupt"  # of bytes with another hash than was said; whoever reads tries again
-NEAR, MOST_NEAR = 0.7, 8  # how alike a slip and its word are, of 1; words that are named
+CORRUPT = "source-corrupt"  # bytes that do not have the announced hash; the reader tries again
+NEAR, MOST_NEAR = 0.7, 8  # least likeness of a slip and its word, 0 to 1; most words suggested
 CATALOGUE = Path(__file__).with_name("report") / "catalogue.toml"
-
-
 # Before @ of an address, in its query, or a token of the Hub by itself.
 _SECRETS = re.compile(
     r"(?<=//)[^/\s@]+(?=@)|(?<![\w/.])[^\s/:@'\"]+:[^\s/@'\"]+(?=@[\w.-]+/)"
@@ -36,30 +34,25 @@ _SECRETS = re.compile(
 
 
 def hide_secrets(text: str) -> str:
-    """Replace what may be a password or a token in an address by ***."""
+    """Replace passwords and tokens by ***."""
     return _SECRETS.sub("***", text)
 
 
 @cache
 def read_catalogue() -> dict[str, Any]:
-    """Read what every code means: "errors" and "findings", by headings.
-
-    Raises  OSError where the file cannot be read
-    """
+    """Read the meaning of every code: "errors" and "findings", by headings."""
     import tomllib
 
     return tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
 
 
 class Fp4Error(Exception):
-    """An expected failure, with what the user can do now.
+    """An expected failure, with the next step for the user.
 
     code       stable slug for scripts, such as "header-length"
-    message    one sentence: what was found, where, what was expected; of several problems a line
-               each
+    message    one sentence: the fact, its place, the expectation; one line for each problem
     lines      those sentences; a name that holds a newline begins no line
-    next_step  what the user can do now: what the place that raised it knows, else what the
-               catalogue says of the code
+    next_step  what the user can do now, from the raiser or else from the catalogue
     tensor     full name of the tensor concerned, or None
     """
 
@@ -82,12 +75,12 @@ class Fp4Error(Exception):
 
     @property
     def next_step(self) -> str:
-        """Tell what the user can do now, in one sentence."""
+        """Return the next step for the user, in one sentence."""
         if self._known_step:
             return self._known_step
         try:
             topics = read_catalogue()["errors"]
-        except OSError:  # no file can be opened any more; the error itself still has to be told
+        except OSError:  # no file can be opened any more
             return f"See what it means: fp4convert explain {self.code}"
         for topic in topics:
             if row := topic["codes"].get(self.code):
@@ -102,19 +95,13 @@ class Fp4Error(Exception):
 
 
 class InputError(Fp4Error):
-    """The source, the artifact or the command line is wrong.
-
-    Nothing was written.
-    """
+    """Source, artifact or command line is wrong; nothing was written."""
 
     exit_code = 2
 
 
 class ChoiceError(InputError):
-    """A dialect, format or number of activation bits that do not do.
-
-    Another choice of them may, for the same source and the same engine.
-    """
+    """A dialect, format or activation bits that cannot be; others may."""
 
 
 class NumericError(InputError):
@@ -122,10 +109,7 @@ class NumericError(InputError):
 
 
 class DeviceError(Fp4Error):
-    """The device asked for is not there, lacks memory or fails.
-
-    What was finished stays, and a re-run continues.
-    """
+    """The device is not there, lacks memory or fails; a re-run continues."""
 
     exit_code = 2
 
@@ -143,10 +127,7 @@ class AccessError(Fp4Error):
 
 
 class OutputError(Fp4Error):
-    """The output folder, its disk or the repository of a push refused.
-
-    What was finished stays, and a re-run continues.
-    """
+    """The output folder, disk or repository fails; a re-run continues."""
 
     exit_code = 5
 
@@ -154,9 +135,9 @@ class OutputError(Fp4Error):
 class Interrupted(Fp4Error):  # noqa: N818 - not a failure
     """The run was told to stop; its command continues, or begins again.
 
-    command    the command line that does
+    command    the command line for that
     exit_code  130, or 143 for SIGTERM
-    kept       what stays of the work; None where nothing does
+    kept       the part of the work that stays, in words; None for nothing
     """
 
     def __init__(self, command: str, exit_code: int, kept: str | None) -> None:
@@ -167,10 +148,10 @@ class Interrupted(Fp4Error):  # noqa: N818 - not a failure
 
 
 def shell_line(*words: object) -> str:
-    """Write words as a line that a shell reads as these words.
+    """Quote words for a shell; the line stands at the end of a text.
 
-    It goes at the end of a text, and no full stop after it. A path that begins with a dash gets
-    ./ before it. What cannot be shown is written as bash, zsh and ksh read it: $'\\033'.
+    No full stop follows it. A path that begins with a dash gets ./ before it. Characters that
+    cannot be shown are written as bash, zsh and ksh read them: $'\\033'.
     """
     return " ".join(map(_quote, words))
 
@@ -208,10 +189,10 @@ def _utf8(character: str) -> bytes:
 
 
 def install_line(extra: str) -> str:
-    """Return the line to type that installs an extra of pyproject.toml.
+    """Return the command that installs an extra of pyproject.toml.
 
-    It names the folder or the file that this package was installed from, while that is there, else
-    the packages of the extra: no package index is trusted to have this one.
+    It names the place that this package was installed from, while that is there, else the packages
+    of the extra: no package index is trusted to have this one.
     """
     import json
     from importlib.metadata import PackageNotFoundError, distribution
@@ -236,17 +217,16 @@ def install_line(extra: str) -> str:
 
 
 def describe_missing(needing: str, extra: str) -> tuple[str, str]:
-    """Describe a package that is not installed, for an InputError.
+    """Return message and next step of an error for a missing package.
 
-    needing  what needs which package, as the beginning of a sentence
-    extra    of pyproject.toml, which brings it
-    Returns  the message and the next step
+    needing  the beginning of the message: "quantize needs the package x"
+    extra    the extra of pyproject.toml that installs it
     """
     return f"{needing}, which is not installed", f"Install it: {install_line(extra)}"
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" where known words are near, else nothing."""
+    """Return "; did you mean X?" for a near miss of known words, else ""."""
     from difflib import get_close_matches
 
     word, known = str(word).lower(), list(known)
@@ -270,10 +250,7 @@ class Finding:
 
 @contextmanager
 def named(what: str) -> Iterator[None]:
-    """Make errors say meanwhile what they are of.
-
-    what  such as a component of a pipeline; "" for nothing
-    """
+    """Put a name before the messages of errors in here; "" changes nothing."""
     try:
         yield
     except Fp4Error as error:

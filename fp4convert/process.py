@@ -1,11 +1,10 @@
-"""Stop a process by signals; say what it has: streams, memory, library.
+"""Stop a process by signals; describe its streams, memory and library.
 
-Ctrl-C and SIGTERM are one exception, and streams never fail.
+Ctrl-C and SIGTERM raise one exception, and streams never fail.
 
 Python raises the exception between two steps of the main thread.  A signal that comes just before
-that thread begins to wait for a lock, or that another thread gets, does not end the wait: whatever
-is waited for would be done first.  So a thread of its own hears of every signal and interrupts the
-main one until the exception is raised.
+that thread begins to wait for a lock, or that another thread gets, does not end the wait.  So a
+thread hears of every signal and interrupts the main one until the exception is raised.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class Stopped(BaseException):
     """The process was told to stop.
 
     exit_code  130 for Ctrl-C, 143 for SIGTERM
-    kept       what stays of its work, in words; None where nothing does; whoever knows better says
-               so
+    kept       the part of the work that stays, in words; None for nothing; handlers may change it
     """
 
     def __init__(self, number: int) -> None:
@@ -54,7 +52,7 @@ class Stopped(BaseException):
 
 @contextmanager
 def keeping_nothing() -> Iterator[None]:
-    """Mark a stop in here as one that leaves nothing to continue from."""
+    """Mark a stop in here: there is nothing to continue from."""
     try:
         yield
     except Stopped as stopped:
@@ -64,10 +62,7 @@ def keeping_nothing() -> Iterator[None]:
 
 @contextmanager
 def uncovered() -> Iterator[None]:
-    """Raise a stop again that other code made an error of its own.
-
-    As C code does that imports a module and is told to stop.
-    """
+    """Raise a stop again that other code, as C imports, made an error."""
     try:
         yield
     except Exception:
@@ -89,10 +84,7 @@ def listen() -> None:
 
 
 def stop_listening() -> None:
-    """Let stops do nothing from now on: the last word is being said.
-
-    Where nobody listens, as in Python, nothing changes.
-    """
+    """Ignore stops from now on, if anybody listens: the run is ending."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is _stop:
             signal.signal(number, signal.SIG_IGN)
@@ -101,8 +93,8 @@ def stop_listening() -> None:
 def end_if_stopped(exit_code: int) -> None:
     """End the process here if it was told to stop; wait for no thread.
 
-    Python would, also for those that other packages began; and one that a stop caught between its
-    start and its entry in their books is told by nobody to end.
+    Python would wait, also for threads of other packages; a thread that a stop caught before its
+    package noted it is never told to end.
     """
     if _raised:
         atexit._run_exitfuncs()
@@ -119,10 +111,7 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _send_again(lost: sys.UnraisableHookArgs) -> None:
-    """Repeat a stop that came while an object was cleared away.
-
-    Python drops exceptions there.
-    """
+    """Repeat a stop that was raised in __del__, where Python drops exceptions."""
     if isinstance(lost.exc_value, Stopped):
         number = lost.exc_value.number
         signal.signal(number, _stop)
@@ -164,9 +153,9 @@ class _Indifferent(io.FileIO):
 
 @contextmanager
 def sturdy_streams() -> Iterator[None]:
-    """Have a stdout and a stderr that print every character in some way.
+    """Make stdout and stderr print every character in some way.
 
-    Both are there even where the process was given none, and stderr never fails.
+    Both exist even if the process was given none, and stderr never fails.
     """
     before = sys.stdout, sys.stderr
     out, err = (stream or _open_text(io.FileIO(os.devnull, "w")) for stream in before)
@@ -197,12 +186,10 @@ def cpu_library() -> CDLL:
     from ctypes import CDLL
     from importlib.resources import files
 
-    found = [item for item in files("fp4convert").iterdir() if item.name.startswith("libcpu.")]
-    if not found:
-        raise RuntimeError(
-            "the CPU library is not installed with the package; reinstall fp4convert"
-        )
-    return CDLL(str(found[0]))
+    for item in files("fp4convert").iterdir():
+        if item.name.startswith("libcpu."):
+            return CDLL(str(item))
+    raise RuntimeError("the CPU library is not installed with the package; reinstall fp4convert")
 
 
 def instruction_set() -> str:
@@ -212,12 +199,12 @@ def instruction_set() -> str:
 
 @cache
 def outlive_bus_errors() -> None:
-    """Let pages of mapped files that are gone be zeros, not the end."""
+    """Read lost pages of mapped files as zeros instead of dying."""
     cpu_library().outlive_bus_errors()
 
 
 def bus_errors() -> int:
-    """Count such pages; what was read since the first is worth nothing."""
+    """Count lost pages; data read since the first is worthless."""
     return int(cpu_library().bus_errors()) if outlive_bus_errors.cache_info().currsize else 0
 
 
@@ -239,15 +226,14 @@ def memory_nbytes() -> int:
 
 
 def is_running(process: int) -> bool | None:
-    """Tell whether a process is there; None where nobody can say.
+    """Tell whether a process is there; None on Windows.
 
-    On Windows a signal of 0 is Ctrl-C to whole groups of processes, and is not sent: there
-    only the time since the last renewal tells.
+    There signal 0 is Ctrl-C to whole groups of processes.
     """
     if not hasattr(os, "getuid"):
         return None
     try:
-        os.kill(process, 0)  # asks whether it is there, and does nothing to it
+        os.kill(process, 0)  # only asks
     except PermissionError:
         return True
     except (OSError, OverflowError):
@@ -256,7 +242,7 @@ def is_running(process: int) -> bool | None:
 
 
 def peak_nbytes() -> int | None:
-    """Return the most memory that this process took; None if untold."""
+    """Return the peak memory of this process; None on Windows."""
     try:
         from resource import RUSAGE_SELF, getrusage
     except ImportError:

@@ -1,7 +1,4 @@
-"""Phases and rates of the work; sizes and seconds as text.
-
-Numbers and words; others decide where they are shown.
-"""
+"""Phases and rates of the work; sizes and seconds as text."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-WINDOW_SECONDS = 30.0  # of work, by which a rate is told: what comes next is like what came last
+WINDOW_SECONDS = 30.0  # of the latest work, which gives the rate
 SAMPLE_SECONDS = 0.1
 SHORTEST_SECONDS = 1.0  # in less, a rate means nothing
 LINE_SECONDS = 5.0  # between two lines of a log
@@ -21,10 +18,9 @@ UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
 class Meter:
     """One phase; threads may report to it at once.
 
-    What is skipped is done, and nobody worked on it: neither its bytes nor the time that it took to
-    find out count for a rate.
+    Skipped bytes are done without work: neither they nor the time to skip them count for a rate.
 
-    amount  how much is said, where it is not bytes that are counted
+    amount  writes an amount as text; None for bytes
     """
 
     def __init__(
@@ -46,7 +42,7 @@ class Meter:
         self._begun = self._latest = clock()
         self._seconds = 0.0  # from its beginning to its end
         self._idle_seconds = 0.0
-        self._samples = deque([(self._begun, 0)])  # at which second how many bytes were worked on
+        self._samples = deque([(self._begun, 0)])  # second, bytes worked on until then
 
     def report(self, tensor: str, nbytes: int) -> None:
         """Count bytes of a tensor that are done now."""
@@ -78,14 +74,10 @@ class Meter:
                 self.is_over = True
 
     def status(self) -> str:
-        """Say how far it is, how fast and how long still.
-
-        Of a phase that is over: what there was to do.
-        """
+        """Return progress, rate and time left; totals once the phase is over."""
         with self._lock:
             done, total, amount = self.done_nbytes, self.total_nbytes, self._amount
             if self.is_over:
-                # What was done, in how long; the rate of what was worked on.
                 duration = duration_text(self._seconds)
                 words = [f"{amount(done)} in {duration}" if done else duration]
                 worked = self._seconds - self._idle_seconds
@@ -99,7 +91,6 @@ class Meter:
             if not total:
                 duration = duration_text(now - self._begun)
                 return f"{amount(done)}, {duration}" if done else duration
-            # What is done, the rate of the latest seconds, and the time left.
             words = [f"{amount(done)} of {amount(total)} ({100 * done // total} %)"]
             first_second, first_nbytes = self._samples[0]
             seconds, nbytes = now - first_second, self._worked_nbytes - first_nbytes
@@ -110,13 +101,10 @@ class Meter:
 
 
 class Phases:
-    """What is being done, phase after phase.
+    """Phases of the work, one after another; threads report to the latest.
 
-    Threads report to the phase that was begun last.
-
-    say       gets a line and a tensor every few seconds, and a line at the end of a phase that it
-              got one of; None: nobody listens
-    says_all  a line at the end of every phase
+    say       gets a line and a tensor every few seconds, and a line at the end of such a phase
+    says_all  gives `say` a line at the end of every phase
     """
 
     def __init__(
@@ -138,7 +126,7 @@ class Phases:
     ) -> None:
         """End the phase before, and begin one.
 
-        total_nbytes  or of what `amount` says; 0 where nobody knows
+        total_nbytes  or the total of another amount; 0 for unknown
         """
         self.end()
         self._latest, self._has_said = self._clock(), False
@@ -172,10 +160,7 @@ class Phases:
 
 
 def size_text(nbytes: float) -> str:
-    """Write a number of bytes in kB, MB, GB or TB, with three digits.
-
-    Decimal, as disks are sold.
-    """
+    """Write a number of bytes in decimal kB, MB, GB or TB, with three digits."""
     divisor, unit = next(
         ((divisor, unit) for divisor, unit in UNITS if nbytes >= 0.9995 * divisor), (1e3, "kB")
     )
@@ -189,7 +174,7 @@ def count_text(number: int, what: str) -> str:
 
 
 def tokens_text(tokens: float) -> str:
-    """Write a number of tokens; of few in a second, with a decimal."""
+    """Write a number of tokens; below 10 with a decimal."""
     return f"{tokens:,.{0 if tokens >= 10 or tokens == int(tokens) else 1}f} tokens"
 
 

@@ -1,8 +1,7 @@
 """Run commands by name; turn their errors into exit codes.
 
 Results go to stdout, progress, warnings and errors to stderr; with --json stdout holds one
-document, also for an error.  Exit codes: 0 done, 1 our bug, 2 bad input or usage, 3 source
-unreachable or changed, 4 no access to it, 5 output side, 6 findings, 130 and 143 interrupted.
+document, also for an error.  Exit codes: errors.py, and 6 for findings.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fp4convert.cli.typer_startup import PlainCommand, PlainGroup
 from fp4convert.errors import Fp4Error, InputError, Interrupted, OutputError, shell_line
 from fp4convert.process import Stopped, instruction_set, sturdy_streams, uncovered
 
-# Options that would mean nothing without a word; others refuse an empty one themselves.
+# Options without meaning for an empty word; others refuse one themselves.
 NOT_EMPTY = ("--source", "--output", "-o", "--revision", "--subfolder", "--report", "--sarif")
 REPORT_IT = "Report it, with the command and the traceback on stderr."
 ABOUT = """Quantize safetensors checkpoints to NVFP4 or MXFP4 for inference engines.
@@ -68,23 +67,22 @@ def _declare_options(
 def make_app(called: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
     """Build the command line of all commands.
 
-    called  the commands that need their options; of others only names and help are read, which
-            takes a tenth of the time
+    called  the commands that need their options; without them the rest takes a tenth of the time
     """
-    made = typer.Typer(
+    app = typer.Typer(
         cls=PlainGroup,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # plain help: half the time, and the same everywhere
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST + 2},
         help=ABOUT,
     )
-    made.callback()(_declare_options)
+    app.callback()(_declare_options)
     for name, command in COMMANDS.items():
-        do = command.for_typer() if name in called else lambda: None
-        made.command(
+        function = command.for_typer() if name in called else lambda: None
+        app.command(
             name, cls=PlainCommand, help=getdoc(command.options), rich_help_panel=command.panel
-        )(do)
-    return made
+        )(function)
+    return app
 
 
 def main() -> None:
@@ -95,7 +93,7 @@ def main() -> None:
         called = _find_command(arguments)
         failure: Fp4Error
         try:
-            # The bare command is bad usage, whose answer is the help: on stderr, as uv and ruff do.
+            # The bare command is bad usage and gets the help on stderr, as with uv and ruff.
             is_bare = not given and not _is_completing()
             _refuse_empty(given, called)
             with uncovered(), redirect_stdout(sys.stderr) if is_bare else nullcontext():
@@ -106,23 +104,22 @@ def main() -> None:
         except Stopped as stopped:
             failure = _interrupted(stopped)
         except Exception as error:
-            # What click refuses has a message, a full disk takes no help, the system has limits
-            # and its disks fail; else it is our bug.
+            # A full disk, a limit of the system, a failing disk, bad usage; else it is our bug.
             if isinstance(error, OSError) and error.errno == ENOSPC and not error.filename:
                 detail = f"standard output cannot be written: {error.strerror}"
                 failure = OutputError("cannot-print", detail)
             elif known := _find_limit(error) or _find_refusal(error):
                 failure = known
-            elif not hasattr(error, "format_message"):
+            elif hasattr(error, "format_message"):
+                failure = _bad_usage(error, arguments, " ".join(["fp4convert", *called[:1]]))
+            else:
                 _print_bug(error)
                 raise
-            else:
-                failure = _bad_usage(error, arguments, " ".join(["fp4convert", *called[:1]]))
         _end(failure)
 
 
 def _find_limit(error: BaseException | None) -> OutputError | None:
-    """Return our error where the system refused memory, files or threads."""
+    """Return our error if the system refused memory, files or threads."""
     while error is not None:
         words, limit = "", ""
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == ENOMEM:
@@ -139,7 +136,7 @@ def _find_limit(error: BaseException | None) -> OutputError | None:
 
 
 def _find_refusal(error: BaseException | None) -> Fp4Error | None:
-    """Return our error for what a disk refused where nothing expected it."""
+    """Return our error if a disk failed at a place that expects no failure."""
     while error is not None:
         if isinstance(error, OSError) and error.errno == ENAMETOOLONG:
             detail = f"{os.fsdecode(error.filename or '')[:60]}... is longer than disks allow"
@@ -147,7 +144,7 @@ def _find_refusal(error: BaseException | None) -> Fp4Error | None:
         if isinstance(error, OSError) and error.errno in (EIO, ESTALE):
             where = f"{error.filename}: its disk fails" if error.filename else "a disk fails"
             return OutputError("cannot-read", f"{where}: {error.strerror}")
-        error = error.__cause__  # an error of its own, while one is handled, is a bug
+        error = error.__cause__  # not __context__: an error in a handler is a bug
     return None
 
 
@@ -158,8 +155,8 @@ def _print_bug(error: Exception) -> None:
         from traceback import format_exception_only
 
         detail = "".join(format_exception_only(error)).strip()
-        found = Fp4Error("bug", f"a bug of fp4convert: {detail}", REPORT_IT)
-        print(dumps(found.as_json(), indent=2), flush=True)
+        bug = Fp4Error("bug", f"a bug of fp4convert: {detail}", REPORT_IT)
+        print(dumps(bug.as_json(), indent=2), flush=True)
 
 
 def end_stopped(stopped: Stopped) -> NoReturn:
@@ -182,7 +179,7 @@ def _interrupted(stopped: Stopped) -> Interrupted:
 
 
 def _as_options(words: list[str]) -> list[str]:
-    """Write the commands help and version, and no words, as their options."""
+    """Write the commands help and version, and an empty line, as options."""
     match words:
         case []:
             return ["--help"]
@@ -194,9 +191,9 @@ def _as_options(words: list[str]) -> list[str]:
 
 
 def _refuse_empty(words: list[str], called: Sequence[str]) -> None:
-    """Raise InputError for an empty value, as of a variable that is not set.
+    """Raise InputError for an empty value or an option in its place.
 
-    Of the options that would then mean nothing; and for an option in place of a value.
+    A variable of the shell that is not set leaves an empty value.
     """
     declared = [each for name in called[:1] for each in COMMANDS[name].declared()]
     valued = {flag for each in declared if each.type is not bool for flag in flags_of(each)}
@@ -218,7 +215,7 @@ def _refuse_empty(words: list[str], called: Sequence[str]) -> None:
 
 
 def _bad_usage(error: Any, arguments: list[str], helped: str) -> InputError:
-    """Return our error for what typer refuses: an option, a command, a value."""
+    """Return our error for an option, a command or a value that typer refuses."""
     from fp4convert.cli.foreign_words import answer_command, answer_option
 
     see = f"See: {helped} --help"
@@ -239,12 +236,12 @@ def _bad_usage(error: Any, arguments: list[str], helped: str) -> InputError:
 
 
 def _find_command(words: list[str]) -> Sequence[str]:
-    """Find the command that is called; all while a shell completes."""
+    """Return the command in these words; all commands while a shell completes."""
     return tuple(COMMANDS) if _is_completing() else [word for word in words if word in COMMANDS][:1]
 
 
 def _is_completing() -> bool:
-    """Tell whether a shell asks how a word goes on."""
+    """Tell whether a shell asks for completions."""
     return any(name.startswith("_") and name.endswith("_COMPLETE") for name in os.environ)
 
 

@@ -81,7 +81,7 @@ COMMANDS: dict[str, Command] = {  # in the order and under the headings of --hel
         verdict="passed",
     ),
     "analyze": Command(
-        AnalyzeOptions, PREPARE, "commands.analysis:analyze", "draw_quality:draw_study"
+        AnalyzeOptions, PREPARE, "commands.quality:analyze", "draw_quality:draw_study"
     ),
     "calibrate": Command(
         CalibrateOptions, PREPARE, "commands.calibration:calibrate", "draw_quality:draw_calibrated"
@@ -97,7 +97,7 @@ COMMANDS: dict[str, Command] = {  # in the order and under the headings of --hel
         RecipesOptions, HELP, "commands.reference:recipes", "draw_results:draw_recipes"
     ),
     "explain": Command(
-        ExplainOptions, HELP, "commands.reference:explain", "draw_codes:draw_explained"
+        ExplainOptions, HELP, "commands.reference:explain", "draw_results:draw_explained"
     ),
     "doctor": Command(DoctorOptions, HELP, "cli.doctor:doctor", "draw_results:draw_examination"),
 }

@@ -16,25 +16,16 @@ from fp4convert.options.looking import DoctorOptions
 from fp4convert.process import processors
 from fp4convert.version import __version__
 
-# kernels that convert to or from E2M1 in hardware
+# Kernels that convert to or from E2M1, in hardware where the GPU can.
 CONVERTING = ("quantize_nvfp4", "quantize_mxfp4", "gemv_nvfp4", "gemv_mxfp4")
 
 
 def doctor(options: DoctorOptions) -> dict[str, object]:
-    """Examine this machine, and the disk of the current folder."""
-    return examine(Path())
-
-
-def examine(folder: Path) -> dict[str, object]:
-    """Describe driver, GPUs, compiler, caches, processor and disk.
-
-    folder   whose disk is looked at
-    Returns  JSON; `problem` and `next` where no GPU can be used
-    """
+    """Describe driver, GPUs, compiler, caches, processor and disk."""
     found = survey_sound()
     try:
-        place: str | None = str(folder.resolve())
-        free_nbytes: int | None = shutil.disk_usage(folder).free
+        place: str | None = str(Path().resolve())
+        free_nbytes: int | None = shutil.disk_usage(".").free
     except OSError:
         place = free_nbytes = None
     return {
@@ -77,10 +68,10 @@ def _describe_cache(folder: Path) -> dict[str, object]:
     is_writable = False
     try:
         with suppress(FileNotFoundError):
-            folder.stat()  # tells of a name that no folder can have
+            folder.stat()  # raises for a name that no folder can have
         if folder.is_dir():
             sizes = [path.stat().st_size for path in folder.glob("*.cubin")]
-        # Tried, with a file that has no name: permissions do not tell all.
+        # Tried with a nameless file: permissions alone do not decide it.
         nearest = next(place for place in (folder, *folder.parents) if place.exists())
         tempfile.TemporaryFile(dir=nearest).close()
         is_writable = True

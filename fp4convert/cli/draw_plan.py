@@ -12,7 +12,7 @@ from fp4convert.progress import count_text, duration_text, size_text
 from fp4convert.report.text import Document, escape, shorten
 
 HEADINGS = ("modules", "count", "becomes", "before", "after", "why")
-WORDS = {
+WORDS = {  # action -> the result of modules that do not become four-bit
     "copy": "kept",
     "skip": "skipped",
     "prune": "fewer",
@@ -21,7 +21,7 @@ WORDS = {
     "fold": "folded",
     "merge": "merged",
     "reorder": "reordered",
-}  # what becomes of others than four-bit modules
+}
 STYLES = {"copy": "", "write": "", "skip": "yellow", "dequantize": "yellow"}
 LONGEST_NAME = 1000  # characters: no model has one of as many
 INDENT = "  "
@@ -33,11 +33,11 @@ Row = tuple[str, ...]
 
 
 def draw_plan(screen: Screen, plan: Document) -> None:
-    """Print what becomes of every kind of module; then sizes and time."""
+    """Print the result of every kind of module; then sizes and time."""
     rows = [HEADINGS, *map(_cells, plan["patterns"])]
     numbers = [max(len(row[at]) for row in rows) for at in range(1, len(HEADINGS) - 1)]
     left = screen.width - sum(numbers) - len(GAP) * (len(numbers) + 1)
-    # A name that leaves no room for the reason has a line to itself.
+    # A name that leaves no room for the reason gets its own line.
     fitting = [len(row[0]) for row in rows if len(row[0]) <= left - WHY_WIDTH]
     name_width = max(fitting, default=len(HEADINGS[0]))
     widths = [name_width, *numbers, max(WHY_WIDTH, left - name_width)]
@@ -96,10 +96,10 @@ def _cells(row: Document) -> Row:
 
 
 def _parent_of(pattern: str) -> str:
-    """Return what stands above a row, where that tells of many.
+    """Return the heading of a row: its parent, if that has many modules.
 
-    Otherwise nothing, and the row has its whole name.  A number alone is no name: it stands in the
-    row with the word before it, to_out.0 and net.0.proj.
+    "" otherwise, and the row has its whole name.  A number alone is no name: it stands in the row
+    with the word before it, to_out.0 and net.0.proj.
     """
     parent, word, _ = split_leaf(pattern)
     while (
@@ -112,7 +112,7 @@ def _parent_of(pattern: str) -> str:
 
 
 def _sum_up(plan: Document) -> Iterator[tuple[str, str]]:
-    """Sum up the rows, and what the conversion costs."""
+    """Sum up the rows and the cost of the conversion."""
     rows, seconds = plan["patterns"], plan["seconds_estimated"]
     # modules by format, experts, other tensors
     for name in dict.fromkeys(row["format"] for row in rows if row["format"]):
@@ -163,7 +163,7 @@ def _sum_up(plan: Document) -> Iterator[tuple[str, str]]:
 
 
 def _sum_text(rows: list[Document], what: str) -> str:
-    """Return count and size of rows; `what` they are, in the plural."""
+    """Return the count and size of rows; `what` is their noun, plural."""
     before, after = (sum(row[key] for row in rows) for key in ("source_bytes", "output_bytes"))
     change = f" -> {size_text(after)}" if after != before else ""
     count = sum(row["count"] for row in rows)

@@ -1,4 +1,4 @@
-"""Draw what inspect, verify, compare and analyze found."""
+"""Draw the documents of commands that check and measure."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def elements_of(fmt: Format, nibble_order: str) -> list[tuple[int, int]]:
 
 
 def draw_block(fmt: Format, nibble_order: str) -> list[str]:
-    """Draw a block: numbers of bits, what they mean, of which elements.
+    """Draw a block in three lines: bits, their meaning, their elements.
 
     Raises  ValueError for a format without blocks
     """
@@ -79,7 +79,7 @@ def draw_block(fmt: Format, nibble_order: str) -> list[str]:
 
 
 def draw_artifact(screen: Screen, artifact: Document) -> None:
-    """Draw what `inspect` found out."""
+    """Draw the document of `inspect`."""
     rows = dict(artifact_rows(artifact))
     if fidelity := artifact.get("fidelity"):
         rows["recorded"] = fidelity_text(fidelity)
@@ -102,7 +102,7 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
 
 
 def _draw_engines(screen: Screen, artifact: Document) -> None:
-    """Draw which engines load it; of others those that read its dialect."""
+    """Draw the engines that load it, and others that read its dialect."""
     if not artifact["healthy"]:
         return
     readers = {engine.key for engine in known_engines() if artifact["dialect"] in engine.dialects}
@@ -116,9 +116,9 @@ def _draw_engines(screen: Screen, artifact: Document) -> None:
 
 
 def draw_verification(screen: Screen, report: Document) -> None:
-    """Draw the totals and the worst tensors of `verify`.
+    """Draw the totals of `verify` and the tensors with the largest errors.
 
-    The worst are those of the largest output error where outputs were measured, else of weights.
+    Output errors where they were measured, else errors of weights.
     """
     if report["verdict"]:
         screen.line(report["verdict"], "bold red")
@@ -154,13 +154,13 @@ def draw_verification(screen: Screen, report: Document) -> None:
 
 
 def _inputs_text(document: Document) -> str:
-    """Say for which inputs output errors are, and how to have real ones."""
+    """Return the inputs of the output errors, and the option for real ones."""
     better = "" if document["calibration"] else " (random; --calibration FILE for recorded ones)"
     return f"inputs: {document['inputs']}{better}"
 
 
 def _checked_text(checked: Document) -> str:
-    """Say what was looked at, and what not."""
+    """Return the parts that were checked, and the option for the others."""
     hashed = f"{checked['files']} files hashed" if checked["files"] else "no hashes are recorded"
     read = f"scales of {checked['modules']} modules read"
     if word := checked["signature"]:
@@ -174,18 +174,15 @@ def draw_comparison(screen: Screen, found: Document) -> None:
     """Draw the artifacts, the layers that differ most, and the verdict."""
     # the artifacts as a whole
     sides = found["artifacts"]
-    columns = [
-        [letter, *(_side_text(side, key) for key in SIDES)] for letter, side in sides.items()
-    ]
     if len(sides) <= MOST_BESIDE:
-        screen.table(("", *sides), [*zip(SIDES.values(), *(c[1:] for c in columns), strict=True)])
+        rows = [(SIDES[key], *(_side_text(one, key) for one in sides.values())) for key in SIDES]
+        screen.table(("", *sides), rows)
         screen.line("")
         _draw_layers(screen, found)
     else:
-        kept = [1 + list(SIDES).index(key) for key in SHORT]
-        headings = ("", *(SIDES[key] for key in SHORT))
-        screen.table(headings, [(column[0], *(column[at] for at in kept)) for column in columns])
-    # how many are quantized, and which are best
+        rows = [(name, *(_side_text(one, key) for key in SHORT)) for name, one in sides.items()]
+        screen.table(("", *(SIDES[key] for key in SHORT)), rows)
+    # the number of quantized layers, and the best artifacts
     totals = found["totals"]
     counts = [f"quantized by all {totals['quantized_by_all']}"]
     for letter, alone in totals["quantized_by_one"].items():
@@ -218,7 +215,7 @@ def _draw_layers(screen: Screen, found: Document) -> None:
 
 
 def _draw_best(screen: Screen, found: Document) -> None:
-    """Draw on how many layers each is best, where that can be said."""
+    """Draw the number of layers on which each is best, if that was judged."""
     sides, totals = found["artifacts"], found["totals"]
     if not totals["judged"]:
         return
@@ -231,7 +228,7 @@ def _draw_best(screen: Screen, found: Document) -> None:
 
 
 def _draw_predictions(screen: Screen, sides: Document, is_ranked: bool) -> None:
-    """Draw what the predictions of each artifact lose, where a text was read."""
+    """Draw the loss of each artifact's predictions, if a text was read."""
     if not all("predictions" in side for side in sides.values()):
         return
     known = {letter: side["predictions"] for letter, side in sides.items()}
@@ -265,14 +262,14 @@ def _side_text(side: Document, key: str) -> str:
 
 
 def _output_difference(tensor: Document) -> float:
-    """Return how far output errors are apart; infinity where one is unknown."""
+    """Return the range of the output errors; infinity if one is unknown."""
     errors = [(held or {}).get("output_error") for held in tensor["held"].values()]
     known = [error for error in errors if error is not None]
     return math.inf if len(known) < len(errors) else max(known) - min(known)
 
 
 def _contrast_row(tensor: Document, lost: Sequence[str]) -> list[str]:
-    """Return the cells of a linear layer that artifacts hold."""
+    """Return the cells of one linear layer."""
     cells = [tensor["name"]]
     for held in tensor["held"].values():
         if not held:
@@ -289,8 +286,8 @@ def _contrast_row(tensor: Document, lost: Sequence[str]) -> list[str]:
     return [*cells, "all" if len(best) == len(tensor["held"]) else ", ".join(best)]
 
 
-def number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def number(value: float | None, form: str, unknown: str = "-") -> str:
+    return unknown if value is None else format(value, form)
 
 
 def percent(value: float | None) -> str:
@@ -298,7 +295,7 @@ def percent(value: float | None) -> str:
 
 
 def draw_study(screen: Screen, study: Document) -> None:
-    """Draw what `analyze` measured: all forms, all kinds, and advice."""
+    """Draw the document of `analyze`: all forms, all kinds, and advice."""
     # what was sampled
     share = 100 * study["sampled_weights"] / study["weights"]
     matrices = f"{study['sampled_matrices']} of {study['matrices']} matrices"
@@ -306,18 +303,13 @@ def draw_study(screen: Screen, study: Document) -> None:
     read = f"{size_text(study['sampled_bytes'])} read; inputs: {study['inputs']}"
     screen.line(f"{study['source']}: {what}, {read}", "bold")
     # the whole by every form
-    rows = [
-        (
-            way["format"],
-            way["rule"] or "",
-            "" if way["block"] is None else str(way["block"]),
-            f"{way['bits_per_weight']:.3f}",
-            "exact" if way["sqnr_db"] is None else f"{way['sqnr_db']:.2f}",
-            percent(way["output_error"]),
-            "for study" if way["for_study"] else "",
-        )
-        for way in study["ways"]
-    ]
+    rows = []
+    for way in study["ways"]:
+        block = "" if way["block"] is None else str(way["block"])
+        errors = (number(way["sqnr_db"], ".2f", "exact"), percent(way["output_error"]))
+        use = "for study" if way["for_study"] else ""
+        bits = f"{way['bits_per_weight']:.3f}"
+        rows.append((way["format"], way["rule"] or "", block, bits, *errors, use))
     screen.table(WHOLE, rows)
     screen.line("")
     # kinds by the forms that engines read, each told from others of its format
@@ -339,8 +331,8 @@ def _kind_row(kind: dict[str, Any], used: list[dict[str, Any]], weights: int) ->
     """Return the cells of one kind of module: its share and errors."""
     keys = ("format", "rule", "block")
     errors = {tuple(way[key] for key in keys): way["output_error"] for way in kind["ways"]}
-    found = [errors.get(tuple(way[key] for key in keys)) for way in used]
-    cells = ("" if error is None else f"{100 * error:.2f}" for error in found)
+    known = [errors.get(tuple(way[key] for key in keys)) for way in used]
+    cells = ("" if error is None else f"{100 * error:.2f}" for error in known)
     return kind["kind"], str(kind["matrices"]), f"{100 * kind['weights'] / weights:.3g} %", *cells
 
 
@@ -359,7 +351,7 @@ def draw_evaluation(screen: Screen, found: Document) -> None:
 
 
 def _draw_costs(screen: Screen, known: Document) -> None:
-    """Draw what each layer costs each artifact, where that was measured."""
+    """Draw the cost of each layer in each artifact, if that was measured."""
     costs = {
         letter: {row["layer"]: row for row in each["by_layer"]} for letter, each in known.items()
     }
@@ -377,7 +369,7 @@ def _draw_costs(screen: Screen, known: Document) -> None:
 
 
 def draw_calibrated(screen: Screen, found: Document) -> None:
-    """Draw what `calibrate` wrote."""
+    """Draw the document of `calibrate`."""
     screen.unwrapped(found["output"], "bold")
     seconds = duration_text(found["seconds"])
     screen.line(f"  {found['samples']} samples, {found['tokens']:,} tokens in {seconds}")

@@ -1,17 +1,30 @@
-"""Draw results, recipes and what doctor found."""
+"""Draw results, recipes, codes and the machine."""
 
 from __future__ import annotations
 
-from fp4convert.cli.screen import Screen
+from textwrap import wrap
+
+from fp4convert.cli.screen import WIDEST, Screen
 from fp4convert.progress import count_text, duration_text, size_text
-from fp4convert.report.text import Document, adapter_text, fake_quantized_text, fidelity_text
+from fp4convert.report.text import (
+    Document,
+    adapter_text,
+    explain_all,
+    fake_quantized_text,
+    fidelity_text,
+)
 from fp4convert.version import __version__
+
+CODE_KINDS = {
+    "findings": "findings of inspect and verify",
+    "errors": "errors, with the exit code of the command",
+}
 
 
 def draw_result(screen: Screen, result: Document) -> None:
-    """Draw what a conversion did, whatever command made it.
+    """Draw the result of a conversion.
 
-    adopted_bytes    of the source, whose result was there already; they count for no rate
+    adopted_bytes    bytes of the source that were converted before; they count for no rate
     bits_per_weight  of the quantized tensors
     """
     # where it is, in which format
@@ -63,7 +76,7 @@ def draw_result(screen: Screen, result: Document) -> None:
 
 
 def draw_reproduced(screen: Screen, found: Document) -> None:
-    """Draw whether an artifact came out again, and where not."""
+    """Draw the verdict of `reproduce`, and the files that differ."""
     differing, count = found["differing"], found["files"]
     made_by = found["made_by"] or "of no version that the record names"
     now = "" if made_by == __version__ else f"; now by {__version__}"
@@ -101,7 +114,7 @@ def draw_reproduced(screen: Screen, found: Document) -> None:
 
 
 def draw_attested(screen: Screen, signed: Document) -> None:
-    """Draw what was signed."""
+    """Draw the signature of `attest`."""
     screen.unwrapped(signed["signature"], "bold")
     more = ", as the record has them" if signed["recorded"] else "; it has no record to compare"
     if others := signed["unrecorded"]:
@@ -111,7 +124,7 @@ def draw_attested(screen: Screen, signed: Document) -> None:
 
 
 def _draw_fidelity(screen: Screen, result: Document) -> None:
-    """Draw what was lost, and what is left of what was there before."""
+    """Draw the losses, and the share of an adapter that stays."""
     if fidelity := result.get("fidelity"):
         screen.line(f"  {fidelity_text(fidelity)}")
         for key, text in (("adapter", adapter_text), ("fake_quantized", fake_quantized_text)):
@@ -127,7 +140,7 @@ def _draw_next(screen: Screen, result: Document) -> None:
 
 
 def _draw_carried(screen: Screen, carried: Document) -> None:
-    """Draw what a transcoded artifact keeps of the other, and what not."""
+    """Draw the values that transcoding keeps, and those that it changes."""
     how = "keep every value in the new format" if "blocks" in carried else "are copied bit for bit"
     screen.line(f"  {carried['bit_for_bit']} of {carried['modules']} modules {how}")
     for key, what in (
@@ -149,7 +162,7 @@ def _draw_carried(screen: Screen, carried: Document) -> None:
 
 
 def draw_merged(screen: Screen, merged: Document) -> None:
-    """Draw what `merge` ended."""
+    """Draw the document of `merge`."""
     screen.unwrapped(merged["output"], "bold")
     made = ", ".join(word for word in (merged["format"], merged["dialect"]) if word)
     size, seconds = size_text(merged["output_bytes"]), duration_text(merged["seconds"])
@@ -174,7 +187,7 @@ def draw_recipes(screen: Screen, found: Document) -> None:
 
 
 def draw_recipe(screen: Screen, recipe: Document) -> None:
-    """Draw what one recipe says, in the words of its file."""
+    """Draw one recipe, in the words of its file."""
     screen.line(f"{recipe['name']}: {recipe['about']}")
     if models := (*recipe["model_types"], *recipe["class_names"]):
         screen.line(f"for {', '.join(models)}")
@@ -197,8 +210,62 @@ def draw_recipe(screen: Screen, recipe: Document) -> None:
         screen.line(f"counts experts by {', '.join(rule['counts'])}: in {places}")
 
 
+def draw_explained(screen: Screen, explained: Document) -> None:
+    """Draw the document of `explain`: one code, a subject's codes, or all."""
+    if "code" in explained:
+        draw_code(screen, explained)
+    elif explained == explain_all():
+        draw_subjects(screen, explained)
+    else:
+        draw_codes(screen, explained)
+
+
+def draw_subjects(screen: Screen, known: Document) -> None:
+    """Draw the subjects of codes, a few codes of each, and how to see all."""
+    headings = {one["subject"] for kind in CODE_KINDS for one in known[kind]}
+    width = max(map(len, headings))
+    for kind, title in CODE_KINDS.items():
+        screen.line(title, "bold")
+        for subject in dict.fromkeys(one["subject"] for one in known[kind]):
+            codes = [one["code"] for one in known[kind] if one["subject"] == subject]
+            begun = f"  {subject:{width}}  {len(codes):>2}: "
+            room = min(screen.width, WIDEST) - len(begun) - len(", ...")
+            told = wrap(", ".join(codes), room, break_on_hyphens=False)
+            more = ", ..." if len(told) > 1 else ""
+            screen.line(f"{begun}{told[0].removesuffix(',')}{more}")
+    screen.line("")
+    screen.line("All codes of a subject: fp4convert explain hub. One code: explain sqnr-low.")
+
+
+def draw_codes(screen: Screen, known: Document) -> None:
+    """Draw every code in a line, under its subject."""
+    listed = [*known["findings"], *known["errors"]]
+    width = max(len(one["code"]) for one in listed)
+    for kind, title in CODE_KINDS.items():
+        for subject in dict.fromkeys(one["subject"] for one in known[kind]):
+            screen.line(f"{subject}: {title}", "bold")
+            for one in known[kind]:
+                if one["subject"] == subject:
+                    exits = "".join(f"{code} " for code in one.get("exits", ()))
+                    screen.line(f"  {one['code']:{width}}  {exits}{one['meaning']}")
+
+
+def draw_code(screen: Screen, explained: Document) -> None:
+    """Draw the meaning, the origin and the remedy of one code."""
+    code, finding, failure = explained["code"], explained["finding"], explained["error"]
+    if finding:
+        screen.line(f"{code}: a finding ({', '.join(finding['levels'])})", "bold")
+        for key, name in (("means", "meaning"), ("seen", "seen"), ("what to do", "remedy")):
+            screen.line(f"  {key:<12}{finding[name]}", hang=14)
+    if failure:
+        exits = ", ".join(map(str, failure["exits"]))
+        screen.line(f"{code}: an error (exit code {exits})", "bold")
+        for key, name in (("means", "meaning"), ("comes from", "origin"), ("what to do", "remedy")):
+            screen.line(f"  {key:<12}{failure[name]}", hang=14)
+
+
 def draw_examination(screen: Screen, found: Document) -> None:
-    """Draw what `doctor` found out."""
+    """Draw the document of `doctor`."""
     cache, cpu, disk = found["cubin_cache"], found["cpu"], found["disk"]
     driver = "none"
     if found["driver"]:

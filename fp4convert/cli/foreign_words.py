@@ -1,7 +1,6 @@
-"""Answer words of other tools with ours.
+"""Answer words of llm-compressor, mlx_lm and other tools with ours.
 
-People come from llm-compressor, mlx_lm.convert, llama-quantize and Model Optimizer; a word that is
-merely spelled alike would send them wrong.
+A word that is merely spelled alike would mislead.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ OPTIONS = {  # ours: theirs
     "--target-bits": "bpw avg-bits effective-bits",
     "--dtype": "torch-dtype",
 }
-NO_OPTION = {  # what is said instead: theirs
+NO_OPTION = {  # the answer: theirs
     "Give the model without an option, first: {command} ./Model.": (
         "model model-path model-id model-name model-name-or-path hf-path pretrained input"
         " input-model pyt-ckpt-path src path in checkpoint"
@@ -75,11 +74,10 @@ REMARKS = {
 
 
 def answer_option(name: str, known: Collection[str], command: str) -> str:
-    """Say what a command calls an option of another tool.
+    """Return a sentence with our option for one of another tool, else "".
 
-    name     as it was given, such as --modules_to_not_convert
-    known    the flags of the command
-    Returns  "" where nothing is near
+    name   as typed, such as --modules_to_not_convert
+    known  the flags of the command
     """
     plain = _plain(name)
     for sentence, theirs in NO_OPTION.items():
@@ -87,14 +85,14 @@ def answer_option(name: str, known: Collection[str], command: str) -> str:
             return sentence.format(command=command)
     for ours, theirs in OPTIONS.items():
         if plain in theirs.split() and ours in known:
-            return " ".join([f"fp4convert calls it {ours}.", *_remark(ours)])
+            return f"fp4convert calls it {ours}. {REMARKS.get(ours, '')}".rstrip()
     by_name = {_plain(flag): flag for flag in known if flag.startswith("--")}
     near = get_close_matches(plain, by_name, 1, NEAR)
     return f"Did you mean {by_name[near[0]]}?" if near else ""
 
 
 def answer_command(word: str, known: Iterable[str]) -> str:
-    """Say in a sentence which command is meant; "" where none is near."""
+    """Return the command that is meant, in a sentence; "" if none is near."""
     for ours, theirs in COMMANDS.items():
         if word.lower() in theirs.split():
             return f"fp4convert calls it {ours}."
@@ -102,10 +100,6 @@ def answer_command(word: str, known: Iterable[str]) -> str:
         return f"To convert it: {shell_line('fp4convert', 'quantize', word, '--format', 'nvfp4')}"
     near = get_close_matches(word.lower(), list(known), 1, NEAR)
     return f"Did you mean {near[0]}?" if near else ""
-
-
-def _remark(option: str) -> list[str]:
-    return [REMARKS[option]] if option in REMARKS else []
 
 
 def _plain(name: str) -> str:

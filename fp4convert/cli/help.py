@@ -1,7 +1,6 @@
 """Draw --help: usage, options under headings, examples.
 
-The words are those of the commands' docstrings and of the options' rows.  typer's own help has no
-headings unless rich draws it, which doubles the time that --help takes.
+typer's own help has no headings unless rich draws it, which doubles the time of --help.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def _in_usage(argument: Any) -> str:
 
 
 def _row(parameter: Any) -> tuple[str, str]:
-    """Return an option with its value, and what is told of it."""
+    """Return an option with its value, and its help."""
     if parameter.param_type_name == "argument":
         return str(parameter.metavar), parameter.help or ""
     flags = ", ".join(sorted(parameter.opts, key=len))

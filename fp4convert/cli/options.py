@@ -1,4 +1,4 @@
-"""Make typer's commands of declared options; show what they return."""
+"""Make typer's commands of declared options; show their documents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
 from inspect import Parameter, Signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -62,12 +61,12 @@ class Command:
     """A command of the command line.
 
     options  the class whose fields are its options, and whose docstring is its help
-    panel    the heading that the list of commands has it under
+    panel    its heading in the list of commands
     work     its function, MODULE:NAME below fp4convert, loaded when the command runs
     draw     the function of cli/ that shows its document to a person
-    preview  what --dry-run does instead, where the command has that
-    verdict  the key of its document that is false where something is wrong
-    hidden   options that Python alone has
+    preview  the function for --dry-run, if any
+    verdict  the key of its document that is false for a failed check
+    hidden   options for Python alone
     """
 
     options: type[Any]
@@ -126,7 +125,7 @@ class Command:
             raise typer.Exit(FINDINGS)
 
     def _document(self, work: str, words: dict[str, Any]) -> Document:
-        """Do the work; return what --json prints of it."""
+        """Do the work; return the document that --json prints."""
         result = _load(work)(checked(self.options(**words)))
         return result if isinstance(result, dict) else result.as_json()
 
@@ -149,15 +148,13 @@ def parameter_of(declared: Declared) -> Parameter:
     """Return the parameter that typer makes an option or an argument of."""
     name, option, default = declared.name, declared.option, declared.default
     members = (declared.type, *get_args(declared.type))
-    plain = option.parse or next((kind for kind in PLAIN_TYPES if kind in members), str)
+    plain = next((kind for kind in PLAIN_TYPES if kind in members), str)
     how: dict[str, Any] = {
         "help": help_with_words(option) if option.value else option.help,
         "min": option.least,
         "metavar": _argument_text(declared) or _value_text(declared, plain),
         "rich_help_panel": option.panel or None,
     }
-    if plain is Path:
-        how["readable"] = False  # whoever opens the file says what is wrong with it
     if option.words or option.is_recipe or option.is_code:
         how["autocompletion"] = _completion_for(option)
     making: Any = typer.Argument if option.is_argument else typer.Option
@@ -173,7 +170,7 @@ def parameter_of(declared: Declared) -> Parameter:
 
 
 def _argument_text(declared: Declared) -> str:
-    """Return what stands for an argument in help; "" for an option."""
+    """Return the name of an argument in help; "" for an option."""
     if not declared.option.is_argument:
         return ""
     name = declared.name.upper()
@@ -181,7 +178,7 @@ def _argument_text(declared: Declared) -> str:
 
 
 def _value_text(declared: Declared, plain: type) -> str | None:
-    """Return what stands for the value in help: choices, or a type."""
+    """Return the name of a value in help: its choices or its type."""
     option = declared.option
     if plain is bool:
         return None
@@ -189,11 +186,11 @@ def _value_text(declared: Declared, plain: type) -> str | None:
         return option.value or f"[{'|'.join(option.words)}]"
     if plain in (int, float):
         return "<number>"
-    return "<path>" if plain is Path or declared.type in (Reference, Reference | None) else "<text>"
+    return "<path>" if declared.type in (Reference, Reference | None) else "<text>"
 
 
 def _completion_for(option: Option) -> Callable[[str], list[str]]:
-    """Return what finds the words that complete an unfinished one."""
+    """Return the function that completes an unfinished word."""
 
     def complete(incomplete: str) -> list[str]:  # typer takes no partial
         words = option.words

@@ -1,8 +1,7 @@
 """Print documents, progress, warnings and errors.
 
-A command makes one document; it is printed as JSON for a machine or drawn for a person, from the
-same values.  Text from a checkpoint is escaped first and printed as plain text: no control, bidi or
-markup character reaches a terminal.
+The document of a command is printed as JSON for a machine or drawn for a person.  Text from a
+checkpoint is escaped first: no control, bidi or markup character reaches a terminal.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ GAP = "  "  # between columns
 class Screen:
     """The two streams of one command.
 
-    is_json     every document is printed as JSON on stdout
-    is_quiet    neither progress nor warnings nor lines of `tell` are printed
-    is_verbose  versions, every phase and the memory used are told
+    is_json     print every document as JSON on stdout
+    is_quiet    print neither progress nor warnings nor lines of `tell`
+    is_verbose  print versions, every phase and the memory used
     """
 
     def __init__(
@@ -61,10 +60,7 @@ class Screen:
         self._begun = time.monotonic()
 
     def begin(self) -> None:
-        """Tell what runs where, if asked to.
-
-        Raises  InputError for a person who asks for less and more
-        """
+        """Tell versions and the machine, if asked to."""
         if not self.is_verbose:
             return
         if self.is_quiet:
@@ -74,9 +70,8 @@ class Screen:
         from fp4convert.version import __version__
 
         python = ".".join(map(str, sys.version_info[:3]))
-        kernels = f"CPU kernels {instruction_set()}"
-        count = f"{processors()} processors"
-        self.tell(f"fp4convert {__version__}, Python {python}, {kernels}, {count}")
+        machine = f"CPU kernels {instruction_set()}, {processors()} processors"
+        self.tell(f"fp4convert {__version__}, Python {python}, {machine}")
 
     def end(self) -> None:
         """Tell how long everything took and the memory used, if asked to."""
@@ -96,7 +91,7 @@ class Screen:
 
     @cached_property
     def width(self) -> int:
-        """Return how many characters a line of stdout has room for."""
+        """Return the most characters of a line of stdout."""
         return self.out.width if sys.stdout.isatty() else PIPE_WIDTH
 
     @cached_property
@@ -125,15 +120,15 @@ class Screen:
             raise OutputError("cannot-print", detail) from None
 
     def line(self, text: object, style: str = "", label: str = "", hang: int = 0) -> None:
-        """Print a line on stdout; on a terminal it is wrapped at words.
+        """Print a line on stdout; wrap it at words on a terminal.
 
         style  of the label before it, or else of all of it
-        hang   column in which it goes on; 0 for two more than it begins in
+        hang   column of the lines after the first; 0 for two more than that of the first
         """
         self._wrap(sys.stdout, text, style, label, hang)
 
     def _wrap(self, to: TextIO, text: object, style: str, label: str = "", hang: int = 0) -> None:
-        """Print a line; on a terminal it is wrapped as `line` has it."""
+        """Print a line as `line` does, on either stream."""
         first, *more = [shown := shorten_words(escape(text))]
         width = PIPE_WIDTH
         if to.isatty():
@@ -153,12 +148,12 @@ class Screen:
             self._print(to, part, "" if label else style)
 
     def unwrapped(self, text: str, style: str = "", label: str = "") -> None:
-        """Print what is copied, a path or a command, in one line."""
+        """Print a path or a command in one line, so that it can be copied."""
         self._print(sys.stdout, text, style, label)
 
     def _print(self, to: TextIO, text: object, style: str, label: str = "") -> None:
         """Print an escaped line; its label, or else all of it, has the style."""
-        # Rich would print plain words to a pipe or a file, unless a user asks for colours in it.
+        # rich, whose import takes time, would print the same to a pipe without colours.
         has_colours = (
             to.isatty()
             or bool(os.environ.get("FORCE_COLOR"))
@@ -217,15 +212,12 @@ class Screen:
                 self._wrap(sys.stderr, warning, "yellow", "warning: ")
 
     def tell(self, line: str) -> None:
-        """Print on stderr what a person wants to know meanwhile."""
+        """Print a line about the running work on stderr."""
         if not self.is_quiet:
             self._wrap(sys.stderr, line, "dim")
 
     def fail(self, error: Fp4Error) -> None:
-        """Print an error on stderr: what was found, then the next step.
-
-        With JSON its document goes to stdout, too.
-        """
+        """Print an error and its next step on stderr; with JSON on stdout, too."""
         stop_listening()
         if self.is_json:
             try:
@@ -244,10 +236,7 @@ class Screen:
 
     @contextmanager
     def phases(self) -> Iterator[Phases]:
-        """Show progress on stderr: bars on a terminal, lines elsewhere.
-
-        In CI, too, there is a line every few seconds.
-        """
+        """Show progress on stderr: bars on a terminal, lines elsewhere and in CI."""
         is_bare = (
             "CI" in os.environ
             or not sys.stderr.isatty()
@@ -279,15 +268,12 @@ class Screen:
 
 
 def _forget_stdout() -> None:
-    """Close stdout: what is left to be written there has nowhere to go."""
+    """Drop everything that is still to be written to stdout."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _draw_bars(meters: Sequence[Meter], width: int) -> RenderableType:
-    """Draw a row for each phase; below them the tensor done last.
-
-    A row has a bar where there is room for one.
-    """
+    """Draw a row for each phase, with a bar if it fits, and the latest tensor."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table

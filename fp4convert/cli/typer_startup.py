@@ -1,12 +1,11 @@
 """Parse plain words without typer's slow checks; draw plain help.
 
-Typer imports pydantic to check a value: as long again as all else before the work begins.
+typer imports pydantic to check a value, which doubles the time before the work begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
@@ -19,23 +18,27 @@ MOST_DIGITS = 15  # of a plain number; a float has so many exactly
 _ODD = object()  # stands for what typer has to look at
 
 
+def _process_value(parameter: Any, ctx: Any, value: Any) -> Any:
+    """Take a plain value as it is; leave any other to typer's class."""
+    taken = _take(parameter, value)
+    if taken is _ODD:
+        return super(type(parameter), parameter).process_value(ctx, value)
+    return taken if parameter.callback is None else parameter.callback(ctx, parameter, taken)
+
+
 class PlainArgument(TyperArgument):
     """An argument that takes plain words as they are."""
 
-    def process_value(self, ctx: Any, value: Any) -> Any:
-        taken = _take(self, value)
-        return (
-            super().process_value(ctx, value)
-            if taken is _ODD
-            else _after_callback(self, ctx, taken)
-        )
+    process_value = _process_value
 
 
 class PlainOption(TyperOption):
-    """An option that takes plain words as they are.
+    """An option that takes plain words, and refuses a second, other value.
 
-    One that takes one value refuses a second, other one: typer would keep the last.
+    typer would keep the last.
     """
+
+    process_value = _process_value
 
     def add_to_parser(self, parser: Any, ctx: Any) -> None:
         if self.is_flag or self.count or self.multiple or self.nargs != 1:
@@ -51,20 +54,12 @@ class PlainOption(TyperOption):
             opts = {**opts, self.name or "": values[-1]}
         return super().consume_value(ctx, opts)
 
-    def process_value(self, ctx: Any, value: Any) -> Any:
-        taken = _take(self, value)
-        return (
-            super().process_value(ctx, value)
-            if taken is _ODD
-            else _after_callback(self, ctx, taken)
-        )
-
 
 PLAIN: dict[type, type] = {TyperArgument: PlainArgument, TyperOption: PlainOption}
 
 
 class PlainCommand(TyperCommand):
-    """One command, whose plain words are taken here."""
+    """One command, with plain parameters."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _as_plain(super().get_params(ctx))
@@ -99,10 +94,9 @@ class PlainGroup(TyperGroup):
 
 
 def _as_plain(parameters: list[Any]) -> list[Any]:
-    """Make typer's parameters those of the classes above.
+    """Turn typer's parameters into those of the classes above, in place.
 
-    They change class where they stand: typer has no way to name a class for what it makes, and
-    knows its parameters by which object they are.
+    typer has no way to name another class, and knows its parameters by identity.
     """
     for parameter in parameters:
         parameter.__class__ = PLAIN.get(type(parameter), type(parameter))
@@ -118,16 +112,8 @@ def _given_again(option: PlainOption, values: list[str]) -> InputError:
     return InputError("usage", detail, f"Give {flag} once.")
 
 
-def _after_callback(parameter: TyperOption | TyperArgument, ctx: Any, value: object) -> object:
-    """Return what an option's callback makes of its value."""
-    return value if parameter.callback is None else parameter.callback(ctx, parameter, value)
-
-
 def _take(parameter: TyperOption | TyperArgument, value: Any) -> object:
-    """Return what typer would make of a plain value.
-
-    Plain are: none given, one plain word, or plain words where several may be given.
-    """
+    """Return the value that typer would make of no word or of plain words."""
     if parameter.nargs != 1:
         return _ODD
     if value is None or (parameter.multiple and value == ()):
@@ -145,13 +131,9 @@ def _take(parameter: TyperOption | TyperArgument, value: Any) -> object:
 
 
 def _take_word(kind: object, info: ParameterInfo, word: Any) -> object:
-    """Return what typer would make of one plain word."""
+    """Return the value that typer would make of one plain word."""
     if type(word) is kind:  # a word where one is wanted, and defaults
         return word
-    if kind is Path and isinstance(word, str):
-        is_checked = info.exists or info.readable or info.writable or info.resolve_path
-        is_any = info.file_okay and info.dir_okay and not is_checked
-        return Path(word) if is_any else _ODD
     if kind not in (int, float) or not isinstance(word, str) or len(word) > MOST_DIGITS:
         return _ODD
     digits = word.replace(".", "", 1) if kind is float else word

@@ -41,23 +41,21 @@ def attest(options: AttestOptions) -> dict[str, Any]:
             detail = f"{folder / file} is not what the record says; expected the file as written"
             step = f"See: {shell_line('fp4convert', 'verify', folder)}"
             raise InputError("not-signable", f"{detail}. Nothing is signed", step)
-    unrecorded = []
-    if recorded:
-        unrecorded = sorted(statement.files.keys() - recorded.keys() - {RECORD, *UNDIGESTED})
+    unrecorded = statement.files.keys() - recorded.keys() - {RECORD, *UNDIGESTED}
     replace_file(place, data)
     return {
         "artifact": os.fspath(folder),
         "signature": os.fspath(place),
         "files": len(statement.files),
         "recorded": bool(recorded),
-        "unrecorded": unrecorded,
+        "unrecorded": sorted(unrecorded) if recorded else [],
         "public_key": statement.hint,
         "seconds": round(time.monotonic() - started, 3),
     }
 
 
 def _check_places(folder: Path, key: Path, is_forced: bool) -> None:
-    """Refuse a folder, a key or a signature that cannot be, before any work."""
+    """Raise an error for a folder, a key or a signature that cannot be."""
     if not folder.is_dir():
         what = "is one file" if folder.is_file() else "is no folder on this disk"
         detail = f"{folder} {what}; expected the folder of an artifact"
@@ -75,10 +73,7 @@ def _check_places(folder: Path, key: Path, is_forced: bool) -> None:
 
 
 def _open_whole(folder: Path) -> Any:
-    """Open an artifact that is finished and sound.
-
-    Raises  InputError
-    """
+    """Open an artifact that is finished and sound; else InputError."""
     try:
         artifact = open_artifact(os.fspath(folder))
     except InputError as error:

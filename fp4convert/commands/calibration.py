@@ -1,7 +1,4 @@
-"""calibrate(): run text through a model; needs torch and transformers.
-
-And what text a person gives, for evaluate(), too.
-"""
+"""calibrate(), and the text that evaluate() reads, too; needs torch."""
 
 from __future__ import annotations
 
@@ -57,11 +54,7 @@ def calibrate(options: CalibrateOptions) -> Calibrated:
 
 
 def feed_of(options: TextOptions, command: str) -> Feed:
-    """Return the text that a person gives a command.
-
-    Raises  InputError for text that cannot be, an option of the other way to get it, or without
-            the package that reads it
-    """
+    """Return the text of a command; InputError without torch, which reads it."""
     if find_spec("torch") is None:
         needing = f"{command} needs the package torch"
         raise InputError("no-torch", *describe_missing(needing, "calibrate"))
@@ -83,10 +76,7 @@ def feed_of(options: TextOptions, command: str) -> Feed:
 
 
 def has_text(options: TextOptions) -> bool:
-    """Tell whether a text is given, where none has to be.
-
-    Raises  InputError for what is about one, without it
-    """
+    """Tell whether a text is given; InputError for its options without it."""
     if any(one is not None for one in (options.text, options.dataset, options.self_generate)):
         return True
     for name in ("samples", "sequence_length", "device", "hold", "by_layer"):
@@ -98,13 +88,12 @@ def has_text(options: TextOptions) -> bool:
 
 def _refuse_idle(options: TextOptions) -> None:
     """Raise InputError for an option of the other way to get text."""
-    is_own = options.self_generate is not None
-    name, given = ("samples", options.samples) if is_own else ("hold", options.hold)
-    if given == getattr(TextOptions, name):
-        return
-    if is_own:
-        detail = f"--samples {given} is for --text and --dataset, and --self-generate is given"
-        step = f"Write --self-generate {given}, without --samples."
+    samples, hold = options.samples, options.hold
+    if options.self_generate is None:
+        if hold != TextOptions.hold:
+            detail = f"--hold {hold:g} is for --self-generate, which is not given"
+            raise InputError("idle-option", detail, "Leave --hold out.")
+    elif samples != TextOptions.samples:
+        detail = f"--samples {samples} is for --text and --dataset, and --self-generate is given"
+        step = f"Write --self-generate {samples}, without --samples."
         raise InputError("idle-option", detail, step)
-    detail = f"--hold {given:g} is for --self-generate, which is not given"
-    raise InputError("idle-option", detail, "Leave --hold out.")

@@ -1,4 +1,4 @@
-"""Check what the public functions are called with; warn as Python does."""
+"""Check the arguments of public functions; warn as Python does."""
 
 import os
 import sys
@@ -18,10 +18,7 @@ R = TypeVar("R")
 
 
 def by_name(function: Callable[P, R]) -> Callable[P, R]:
-    """Refuse words without their names, and texts in place of numbers.
-
-    function  its signature has the type of each word
-    """
+    """Refuse arguments without their names, and texts in place of numbers."""
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -49,10 +46,9 @@ def by_name(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def checked(options: Options) -> Options:
-    """Return options that a command can begin with.
+    """Return the options; InputError for idle ones and a bad HF_ENDPOINT.
 
-    Raises  InputError for an option that only the Hub would use, and where HF_ENDPOINT is no
-            address: huggingface_hub cannot even be loaded then
+    huggingface_hub cannot be imported where that is no address.
     """
     if not isinstance(options, AccessOptions):
         return options  # of a command that never asks the Hub
@@ -68,10 +64,7 @@ def checked(options: Options) -> Options:
 
 
 def as_warnings(lines: Iterable[str]) -> None:
-    """Warn as Python does, at the line that called the package.
-
-    The text is safe for a terminal.
-    """
+    """Warn as Python does, at the line that called the package."""
     level = 1
     while sys._getframe(level).f_globals.get("__name__", "").startswith("fp4convert."):
         level += 1

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # each function loads what its own work needs
 
 LOW_SQNR = 12.0  # dB: a sixteenth of its power is noise; rounding alone leaves 17 to 22
 STORED_NAME = re.compile(r"\.q?weight\w*$")  # of codes or weights, after their module's
-# What engines' rows advise that is no option of transcode.
+# Options that engines' rows advise and transcode does not have.
 NOT_HERE = re.compile(r"--(?:activations|exclude|format|kv-cache)\b")
 
 
@@ -50,20 +50,19 @@ def quantize(options: QuantizeOptions) -> Result:
         from fp4convert.commands import publish
 
         result = publish.carry_out(work, settings)
-    told = work.verdict.as_json() if work.verdict else None
     lost = _losses(result)
     (options.warn or as_warnings)(lost)
-    warnings = [*work.warnings, *lost]
     steps = work.next_steps()
     if settings.share:
         steps = [shell_line("fp4convert", "merge", options.folder)]
-    return replace(result, warnings=warnings, next=steps, engine=told)
+    engine = work.verdict.as_json() if work.verdict else None
+    return replace(result, warnings=[*work.warnings, *lost], next=steps, engine=engine)
 
 
 def _losses(result: Result) -> list[str]:
-    """Say what was lost beyond what rounding to few bits takes.
+    """Return warnings of losses beyond those of rounding to four bits.
 
-    The errors of gptq lie where outputs feel them least, and may be large.
+    Errors of gptq may be large: they lie where outputs feel them least.
     """
     from fp4convert.recipes.patterns import exclude_option
 
@@ -111,10 +110,7 @@ def preview_quantize(options: QuantizeOptions) -> dict[str, Any]:
 
 
 def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
-    """Plan what is asked for, and warn of doubts.
-
-    Those in the document of a dry run are not told twice.
-    """
+    """Plan the work, and warn; of a dry run the document has the warnings."""
     from fp4convert.conversion.engine_choice import added_words, choice_text, choose_options
     from fp4convert.conversion.work import prepare
 
@@ -241,19 +237,17 @@ def preview_prune(options: PruneOptions) -> dict[str, Any]:
 
 
 def _preview(check: Callable[[], None], describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the document of a dry run, with what the run would refuse.
+    """Return the document of a dry run, with the error of a full disk in it.
 
-    How much room is needed is what a plan tells, also to a disk that has too little.
-    Raises  what `check` raises of anything but the disk's room
+    The document tells how much room is needed.
     """
-    refusal: dict[str, Any] = {}
     try:
         check()
     except OutputError as error:
         if error.code != "disk-full":
             raise
-        refusal = error.as_json()
-    return {**describe(), **refusal}
+        return {**describe(), **error.as_json()}
+    return describe()
 
 
 def _plan_pruning(options: PruneOptions, settings: Settings) -> tuple[Source, Pruning]:
@@ -283,7 +277,7 @@ def merge(options: MergeOptions) -> dict[str, Any]:
 
 
 def _warn(options: WorkOptions, warnings: Iterable[str], settings: Settings) -> None:
-    """Warn of doubts, and tell which part this process does."""
+    """Warn, and tell the part that this process does."""
     (options.warn or as_warnings)(list(warnings))
     if settings.share:
         from fp4convert.execution.share import describe

@@ -1,4 +1,4 @@
-"""evaluate(), and what compare() takes of it; needs torch."""
+"""evaluate(), and the predictions for compare(); needs torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fp4convert.quality.evaluation import Evaluated
 
 
-FEW_TOKENS = 256  # a figure of fewer is chance
+FEW_TOKENS = 256  # figures of fewer are chance
 
 
 @keeping_nothing()
@@ -84,9 +84,7 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
 def predictions_of(options: CompareOptions, feed: Feed, phases: Phases) -> list[dict[str, Any]]:
     """Evaluate the artifacts of `compare` on one text, one after the other.
 
-    feed     that of feed_of
-    Returns  the figures of each, and the lines that were told of it
-    Raises   what `evaluate` does
+    Returns  the figures of each, and its notes
     """
     from fp4convert.calibration import side_by_side
     from fp4convert.quality import evaluation
@@ -117,7 +115,7 @@ def predictions_of(options: CompareOptions, feed: Feed, phases: Phases) -> list[
 
 
 def _open_original(options: EvaluateOptions | CompareOptions, artifact: Source) -> Source:
-    """Open the source, at the commit and in the folder of a record."""
+    """Open the source at the commit and in the folder of the record."""
     reference, access = os.fspath(options.source), options.original_access()
     commit, folder = place_recorded(read_json(artifact, RECORD), reference)
     access = replace(access, revision=commit, subfolder=folder or access.subfolder)
@@ -151,12 +149,8 @@ def _task(
 def _adapter_of(
     options: EvaluateOptions | CompareOptions, record: Mapping[str, object]
 ) -> Adapter | None:
-    """Open the adapter that the source is merged with, as a record has it.
-
-    Without one, say where a record tells of it.
-    """
-    given = one_adapter(options.lora)
-    if given:
+    """Open the adapter that the source is merged with; tell if it is missing."""
+    if given := one_adapter(options.lora):
         return open_recorded(given[0], record, options.original_access())
     if ADAPTER in record:
         made = f"the artifact was made with {describe_adapter(record)}"

@@ -687,9 +687,9 @@ def analyze(
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
     """
     options = checked(AnalyzeOptions(**locals()))
-    from fp4convert.commands import analysis
+    from fp4convert.commands import quality
 
-    return analysis.analyze(options)
+    return quality.analyze(options)
 
 
 @by_name

@@ -15,6 +15,7 @@ from fp4convert.commands.tensors import (
     check_there,
     dequantize_tensor,
     gpu_of,
+    kind_of,
     matrix_of,
     plain_tensor,
     working_at,
@@ -34,8 +35,7 @@ MAX_VECTORS = MAX_MATRICES * ENTRIES["gemv"].down
 
 
 def multiply_tensor(
-    quantized: Quantized | DeviceQuantized | Sequence[Quantized] | Sequence[DeviceQuantized],
-    x: Any,
+    quantized: Quantized | DeviceQuantized | Sequence[Quantized] | Sequence[DeviceQuantized], x: Any
 ) -> Any:
     """Return the products of vectors with a matrix, x W^T, from its codes.
 
@@ -61,7 +61,7 @@ def multiply_tensor(
     is_packed = hasattr(first, "packed")
     owner = first.packed if is_packed else x
     if gpu_of(owner) is None:
-        found = f"the matrix is on a GPU, and x, a {_kind_of(x)}, is not"
+        found = f"the matrix is on a GPU, and x, a {kind_of(x)}, is not"
         step = "Of a batch x is one tensor, (matrices, vectors, columns): torch.stack(x)."
         raise InputError("tensor-device", f"{found}; expected one device", step)
     with working_at(owner, device) as work:
@@ -71,7 +71,7 @@ def multiply_tensor(
 
 
 def _check_batch(batch: Sequence[Any]) -> int | None:
-    """Return the number of the GPU of all; None where they are on the CPU."""
+    """Return the number of their GPU; None on the CPU."""
     if not batch:
         raise InputError("gemv-shape", "no matrix is given; expected one or more")
     places: dict[int | None, str] = {}
@@ -97,14 +97,14 @@ def _split(x: Any, matrices: int) -> list[Any]:
     try:
         given = list(x)
     except TypeError:  # no sequence, or of no dimension
-        raise _misshapen(f"x is a {_kind_of(x)}", matrices) from None
+        raise _misshapen(f"x is a {kind_of(x)}", matrices) from None
     if len(given) != matrices:
         raise _misshapen(f"x is for {len(given)} matrices", matrices)
     return given
 
 
 def _multiply_here(q: Quantized, x: Any) -> Float32s:
-    """Multiply on the CPU, some rows of the matrix after others."""
+    """Multiply on the CPU, panel by panel of the matrix."""
     if isinstance(x, Quantized):
         values: Float32s = dequantize_tensor(x)
     else:
@@ -132,12 +132,9 @@ def _plain_vectors(
     if len(shape) != 2 + is_batch or 0 in shape or (is_batch and shape[0] != len(batch)):
         raise _misshapen(f"x has the shape {shape}", len(batch) if is_batch else None)
     if dtype not in ("BF16", "F16"):
-        raise InputError(
-            "gemv-vectors",
-            f"x is {FLOAT_DTYPES.get(dtype, dtype)}; expected bf16, fp16"
-            " or a DeviceQuantized in nvfp4",
-            "Cast it there: x.half().",
-        )
+        expected = "expected bf16, fp16 or a DeviceQuantized in nvfp4"
+        detail = f"x is {FLOAT_DTYPES.get(dtype, dtype)}; {expected}"
+        raise InputError("gemv-vectors", detail, "Cast it there: x.half().")
     _check_launch(batch, shape[-1], shape[-2])
     return found_there, shape[:-1]
 
@@ -147,7 +144,7 @@ def _packed_vectors(
 ) -> tuple[list[DeviceQuantized], tuple[int, ...]]:
     """Return vectors in nvfp4, and the shape of their numbers."""
     if is_batch != isinstance(x, (list, tuple)):
-        raise _misshapen(f"x is a {_kind_of(x)}", len(batch) if is_batch else None)
+        raise _misshapen(f"x is a {kind_of(x)}", len(batch) if is_batch else None)
     given = _split(x, len(batch)) if is_batch else [x]
     for own in given:
         check_there(own)
@@ -161,7 +158,7 @@ def _packed_vectors(
 
 
 def _check_launch(batch: Sequence[Any], columns: int, vectors: int) -> None:
-    """Raise InputError for what one launch cannot do."""
+    """Raise InputError for sizes that one launch cannot do."""
     _check_columns(batch[0], columns)
     if columns % 64:
         found = f"matrix and x have {columns} columns"
@@ -182,12 +179,8 @@ def _check_columns(q: Quantized, columns: int) -> None:
 
 
 def _misshapen(found: str, matrices: int | None) -> InputError:
-    """Return the error of vectors in another shape than matrices ask for."""
-    of_batch = "(vectors, columns)"
+    """Return the error of vectors in a wrong shape."""
+    shape = "(vectors, columns)"
     if matrices is not None:
-        of_batch = f"(matrices, vectors, columns) for {matrices} matrices"
-    return InputError("gemv-shape", f"{found}; expected {of_batch}, none of them 0")
-
-
-def _kind_of(x: object) -> str:
-    return f"{type(x).__module__}.{type(x).__qualname__}"
+        shape = f"(matrices, vectors, columns) for {matrices} matrices"
+    return InputError("gemv-shape", f"{found}; expected {shape}, none of them 0")

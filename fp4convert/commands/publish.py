@@ -1,4 +1,4 @@
-"""Bring a result where it belongs: a folder, the Hub, a page.
+"""Write a result to a folder, the Hub and a page.
 
 Shards are uploaded as they are finished, and one commit names them all when the last is.
 """
@@ -32,11 +32,7 @@ if TYPE_CHECKING:  # what only a push loads
 
 
 def check_destinations(options: QuantizeOptions, share: Share | None, is_dry: bool) -> None:
-    """Check where a result shall go beside its folder, before any work.
-
-    Raises  InputError for options that contradict one another, for a page in the output, or where
-            nothing whole is made to show; OutputError for a page that cannot be written
-    """
+    """Check the Hub, the disk and the page of a result, before any work."""
     for flag, is_given in (("--private", options.private), ("--no-keep", options.no_keep)):
         if is_given and options.push_to_hub is None:
             detail = f"{flag} needs --push-to-hub, which is not given"
@@ -46,25 +42,24 @@ def check_destinations(options: QuantizeOptions, share: Share | None, is_dry: bo
         detail = f"--no-keep with {flag}: shards leave the folder that several processes share"
         raise InputError("no-keep", f"{detail}; expected one process", f"Leave {flag} out.")
     if options.disk is not None and not (options.no_keep and 0 < options.disk < math.inf):
-        detail = f"--disk {options.disk:g} is for --no-keep, which is not given"
+        fault = " is for --no-keep, which is not given"
         if options.no_keep:
-            detail = f"--disk {options.disk:g}: expected a number of GB above 0"
+            fault = ": expected a number of GB above 0"
+        detail = f"--disk {options.disk:g}{fault}"
         raise InputError("no-keep", detail, "See: fp4convert quantize --help.")
     if options.report is None:
         return
-    if options.no_keep:
-        verify = shell_line(
-            "fp4convert", "verify", str(options.push_to_hub), "--source", options.source
-        )
-        detail = f"--report {options.report}: with --no-keep no artifact is left here to show"
-        raise InputError("report", detail, f"Afterwards: {verify} --report FILE.html")
     page = Path(options.report)
+    if options.no_keep:
+        words = ("fp4convert", "verify", str(options.push_to_hub), "--source", options.source)
+        detail = f"--report {page}: with --no-keep no artifact is left here to show"
+        step = f"Afterwards: {shell_line(*words)} --report FILE.html"
+        raise InputError("report", detail, step)
     if is_dry or share is not None:
-        made = "a dry run makes nothing" if is_dry else "a part is not the whole"
-        detail = f"--report {page}: {made}; expected an artifact to show"
-        raise InputError(
-            "report", detail, "Afterwards: fp4convert verify OUTPUT --report FILE.html."
-        )
+        fault = "a dry run makes nothing" if is_dry else "a part is not the whole"
+        detail = f"--report {page}: {fault}; expected an artifact to show"
+        step = "Afterwards: fp4convert verify OUTPUT --report FILE.html."
+        raise InputError("report", detail, step)
     from fp4convert.report.html import PAGE, check_page
 
     check_apart({PAGE: page}, options.folder)
@@ -72,11 +67,7 @@ def check_destinations(options: QuantizeOptions, share: Share | None, is_dry: bo
 
 
 def carry_out(work: Work, settings: Settings) -> Result:
-    """Carry out the work, then bring its result where it belongs.
-
-    Raises  InputError for a part that would be pushed; what Work.carry_out, Pusher and save_page
-            raise
-    """
+    """Carry out the work; push the result and write its pages."""
     # The page of every artifact, by its folder in the result.
     pages: dict[str, Path] = {}
     if work.options.report is not None:
@@ -88,7 +79,7 @@ def carry_out(work: Work, settings: Settings) -> Result:
             check_page(pages[folder])
     is_pushed = work.options.push_to_hub is not None
     result = _publish(work, settings) if is_pushed else work.carry_out(settings)
-    # The source is opened again, for whoever converted it may have ended its reading.
+    # The source is opened again: the conversion may have ended its reading.
     for folder, page in pages.items():
         options = work.artifacts()[folder]
         access = options.access(options.folder)
@@ -100,30 +91,22 @@ def carry_out(work: Work, settings: Settings) -> Result:
 
 
 def make_pusher(work: Work, settings: Settings) -> Pusher:
-    """Return what uploads the result; nobody is asked yet.
-
-    Raises  InputError for a part, which cannot be pushed; what Pusher raises
-    """
+    """Return the uploader of the result; InputError for a part of one."""
     from fp4convert.storage.hub.upload import Pusher
 
     options, share = work.options, settings.share
     if share is not None:
         detail = f"part {share.index} of {share.count} cannot be pushed: one commit names all files"
-        raise InputError(
-            "share",
-            detail,
-            "Merge the parts; then the same command with --num-shards 1 finds everything done,"
-            " and pushes it.",
-        )
+        step = "Merge the parts; then the same command with --num-shards 1 pushes them."
+        raise InputError("share", detail, step)
     repo = str(options.push_to_hub)
     return Pusher(repo, options.private, options.known_token, settings.tell, work.names())
 
 
 def leaving(work: Work, settings: Settings, pusher: Pusher) -> Settings:
-    """Return how to work where shards leave the disk for the Hub, if they do.
+    """Return how to work with --no-keep; InputError if --disk is too small.
 
-    As many are begun at once as have room; one at least, for want of room is told elsewhere.
-    Raises  InputError where --disk has no room for one
+    As many shards are begun at once as have room, but at least one: a full disk is refused later.
     """
     options = work.options
     if not options.no_keep:
@@ -146,7 +129,7 @@ def leaving(work: Work, settings: Settings, pusher: Pusher) -> Settings:
 
 
 def _publish(work: Work, settings: Settings) -> Result:
-    """Carry out the work and upload what it makes, in one commit."""
+    """Carry out the work and upload its result, in one commit."""
     from fp4convert.report.model_card import CardRequest, evaluation_in, make_card
     from fp4convert.storage.hub.api import cannot_read
 
@@ -194,14 +177,12 @@ def _publish(work: Work, settings: Settings) -> Result:
 def _add_signatures(
     folder: Path, files: dict[str, str], artifacts: Iterable[str]
 ) -> dict[str, str]:
-    """Add the signatures that lie beside the files, if any.
-
-    With one beside all of them the model card is the folder's own, as it was signed.
+    """Add the signatures beside the files, if any, and the signed model card.
 
     artifacts  folders of artifacts in it; "" for itself
-    Raises     InputError where one is not of exactly the files beside it
+    Raises     InputError for a signature of other files than those beside it
     """
-    for part in sorted({"", *artifacts}, reverse=True):  # what lies in others first
+    for part in sorted({"", *artifacts}, reverse=True):  # inner folders first
         place = folder / part / SIGNATURE
         if not place.is_file():
             continue
@@ -228,19 +209,15 @@ def _add_signatures(
 
 
 def _fidelity_rows(result: Result) -> list[tuple[object, ...]] | None:
-    """Tabulate for the model card what all tensors lost.
+    """Tabulate the losses for the model card, a row for each component.
 
-    Components of a pipeline have rows of their own; None where nothing was rounded.
+    None if nothing was rounded.
     """
     parts: list[tuple[str, Any]] = [("all tensors", result.fidelity)]
     parts += [(str(part["name"]), part.get("fidelity")) for part in result.components or ()]
-    known = [
-        (name, summary)
+    rows: list[tuple[object, ...]] = [
+        (name, *(summary[key] for key in ("sqnr_db_mean", "sqnr_db_min", "worst", "nmse")))
         for name, summary in parts
         if summary and summary["sqnr_db_mean"] is not None
-    ]
-    rows = [
-        (name, *(summary[key] for key in ("sqnr_db_mean", "sqnr_db_min", "worst", "nmse")))
-        for name, summary in known
     ]
     return [("", "SQNR, mean (dB)", "SQNR, least (dB)", "of", "NMSE"), *rows] if rows else None

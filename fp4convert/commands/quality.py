@@ -1,18 +1,19 @@
-"""inspect(), verify() and compare()."""
+"""inspect(), verify(), compare() and analyze()."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.record import ADAPTER, place_recorded
-from fp4convert.checkpoint.whole_model import refuse_one_shard
+from fp4convert.checkpoint.whole_model import open_model, refuse_one_shard
 from fp4convert.engines.files import parse_engine
 from fp4convert.errors import Fp4Error, InputError, shell_line
 from fp4convert.options.arguments import as_path, one_adapter
-from fp4convert.options.looking import InspectOptions, VerifyOptions
+from fp4convert.options.looking import AnalyzeOptions, InspectOptions, VerifyOptions
 from fp4convert.options.measuring import CompareOptions
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
@@ -46,7 +47,7 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
     engine = None if options.engine is None else parse_engine(options.engine)
     phases = _begin(options)
     artifact = _open_first(options, options.artifact)
-    original = _original(options, artifact)
+    original = _open_recorded(options, artifact) if options.source else None
     description = inspection.inspect(artifact, original, options.full, phases, engine)
     if sarif:
         write_sarif(sarif, artifact, description["findings"])
@@ -79,7 +80,7 @@ def verify(options: VerifyOptions) -> Verified:
     engine = None if options.engine is None else parse_engine(options.engine)
     phases = _begin(options)
     artifact = _with_adapter(_open_first(options, options.artifact), options)
-    original = _original(options, artifact)
+    original = _open_recorded(options, artifact) if options.source else None
     errors = (options.min_sqnr, options.max_nmse, options.max_output_error)
     gate = verification.Gate(*errors, engine, as_path(options.public_key))
     verified, judged = verification.verify_judged(artifact, original, gate, known, phases)
@@ -145,6 +146,28 @@ def compare(options: CompareOptions) -> dict[str, Any]:
     return found
 
 
+@keeping_nothing()
+def analyze(options: AnalyzeOptions) -> dict[str, Any]:
+    """Measure what every kind of module loses in each form, on a sample.
+
+    The command `analyze`.
+
+    Writes nothing.
+    Returns  what `analyze --json` prints; docs/analysis.md has every key
+    Raises   Fp4Error: InputError for a source, a sample or a recipe that cannot be; SourceError
+             and AccessError from the Hub
+    """
+    from fp4convert.calibration.calibration_file import open_calibration
+    from fp4convert.quality import analysis
+
+    phases, file = options.phases or Phases(), options.calibration
+    phases.begin("plan")
+    calibration = None if file is None else open_calibration(Path(file))
+    nbytes = analysis.nbytes_to_sample(options.sample)
+    source = open_model(os.fspath(options.source), options.access())
+    return analysis.analyze(source, options, nbytes, calibration, phases)
+
+
 def _begin(options: InspectOptions | VerifyOptions | CompareOptions) -> Phases:
     """Begin with the headers, which the Hub may take a while to send."""
     phases = options.phases or Phases()
@@ -153,10 +176,7 @@ def _begin(options: InspectOptions | VerifyOptions | CompareOptions) -> Phases:
 
 
 def _with_adapter(artifact: Artifact, options: VerifyOptions | CompareOptions) -> Artifact:
-    """Let an artifact know the adapter that its source was merged with.
-
-    Raises  InputError without a source, and what open_recorded raises
-    """
+    """Add the adapter that its source was merged with to an artifact."""
     given = one_adapter(options.lora)
     if not given:
         return artifact
@@ -170,21 +190,13 @@ def _with_adapter(artifact: Artifact, options: VerifyOptions | CompareOptions) -
 
 
 def _with_adapters(artifacts: list[Artifact], options: CompareOptions) -> list[Artifact]:
-    """Let those know the adapter that were made with one.
-
-    Raises  InputError where none of them was
-    """
+    """Add the adapter to artifacts made with one, else to the first."""
     if not any(ADAPTER in artifact.record for artifact in artifacts):
         return [_with_adapter(artifacts[0], options), *artifacts[1:]]
     return [
         _with_adapter(artifact, options) if ADAPTER in artifact.record else artifact
         for artifact in artifacts
     ]
-
-
-def _original(options: InspectOptions | VerifyOptions, artifact: Artifact) -> Source | None:
-    """Open the source of an artifact where one is named."""
-    return _open_recorded(options, artifact) if options.source else None
 
 
 def _open_recorded(
@@ -203,10 +215,9 @@ def _open_recorded(
 def _open_first(
     options: InspectOptions | VerifyOptions | CompareOptions, reference: Reference
 ) -> Artifact:
-    """Open an artifact that stands first; the source stands behind --source.
+    """Open an artifact; InputError if it is swapped with, or is, its source.
 
-    Raises  what open_artifact raises, and says where they are swapped; InputError for an artifact
-            that would be its own source, and for one shard, which inspect alone takes
+    One shard alone is for inspect.
     """
     given = options.source
     try:

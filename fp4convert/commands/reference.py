@@ -1,4 +1,4 @@
-"""explain and recipes: what codes mean, and which recipes there are."""
+"""explain and recipes: the meanings of codes, and the known recipes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fp4convert.options.looking import ExplainOptions, RecipesOptions
 
 
 def explain(options: ExplainOptions) -> dict[str, Any]:
-    """Return what a code means; the codes of a subject, or all."""
+    """Return the meaning of a code, the codes of a subject, or all codes."""
     from fp4convert.report import text
 
     if options.code is None:
@@ -19,7 +19,7 @@ def explain(options: ExplainOptions) -> dict[str, Any]:
 
 
 def recipes(options: RecipesOptions) -> dict[str, Any]:
-    """Return what one recipe says, or all that there are."""
+    """Return one recipe, or all of them."""
     from fp4convert.recipes import toml_files
 
     if options.name is None:

@@ -28,12 +28,7 @@ from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.quality.found_artifact import find_artifact, first_difference, hash_in
 from fp4convert.recipes.options import declared_in
-from fp4convert.storage.checkpoint_files import (
-    RECORD,
-    UNDIGESTED,
-    holds_weights,
-    recorded_hashes,
-)
+from fp4convert.storage.checkpoint_files import RECORD, UNDIGESTED, holds_weights, recorded_hashes
 from fp4convert.storage.disk import hash_file, temporary_folder
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import GGUF_FILE, REPOSITORY
@@ -110,7 +105,7 @@ def _expected_hashes(options: ReproduceOptions, record: Mapping[str, Any]) -> di
 
 
 def _text_in(record: Mapping[str, Any], *keys: str) -> str | None:
-    """Return a text of a record; None where it has none there."""
+    """Return a text of a record; None if it has none there."""
     value: Any = record
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -127,7 +122,7 @@ def _recorded_source(origin: Mapping[str, str | None]) -> str | None:
 
 
 def _differing_keys(record: Mapping[str, Any], made: Mapping[str, Any]) -> list[str]:
-    """List the keys of two records whose values differ, wherever files lay."""
+    """List the keys of two records whose values differ; places of files may."""
 
     def placeless(entry: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in entry.items() if key not in ("repo", *WHERE)}
@@ -182,13 +177,12 @@ def _asked(
 def _prepare(
     asked: QuantizeOptions, is_recorded: bool, folder: Path | None, phases: Phases
 ) -> Work:
-    """Plan the work, at the recorded commit where the source has it.
+    """Plan the work, at the recorded commit if the source has it.
 
-    Another repository than the recorded one is else read at its main branch. Of a pipeline the
-    component is taken that the artifact's folder is named after, or the only one.
+    Another repository than the recorded one is read at its main branch otherwise. Of a pipeline
+    the component with the name of the artifact's folder is taken, or the only one.
 
-    is_recorded  the source is the recorded one: nothing but that commit will do
-    Raises       what `prepare` raises
+    is_recorded  the source is the recorded one, which must have the commit
     """
     try:
         work = prepare(asked, phases)
@@ -211,10 +205,7 @@ def _prepare(
 
 
 def _steps(recorded: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the options of every transcode step of a record.
-
-    Raises  InputError for words that transcode does not write, and for a template
-    """
+    """Return the options of every transcode step; InputError for unknown ones."""
     steps = recorded.get(TRANSCODED, [])
     for step in steps if isinstance(steps, list) else [steps]:
         words = step if isinstance(step, dict) else {}
@@ -239,7 +230,7 @@ def _carry_out(
 ) -> Path:
     """Quantize, then transcode step by step; return the last folder.
 
-    compare  is given every file of the last step, before it is removed
+    compare  gets every file of the last step, before it is removed
     """
     last = replace(settings, elsewhere=Elsewhere("", compare), on_named=compare)
     work.carry_out(settings if steps else last)
@@ -285,9 +276,9 @@ def _compare_file(name: str, given: Any, recorded: Any) -> None:
 def _compare_taken(
     options: ReproduceOptions, recorded: Mapping[str, Any], planned: Mapping[str, Any]
 ) -> None:
-    """Raise InputError for a folder or repository that gives other values.
+    """Raise InputError for a folder or repository with other values.
 
-    planned  options as they will be recorded, with the hashes of these values
+    planned  options as they will be recorded, with hashes of the values
     """
     for name in FILES:
         then, now = _first(recorded.get(name)), _first(planned.get(name))
@@ -295,13 +286,14 @@ def _compare_taken(
             continue
         if not isinstance(now, dict) or now.get("taken") != then["taken"]:
             path = _first(getattr(options, name)) or then.get("repo")
-            detail = f"--{name.replace('_', '-')} {path} is not the one that was used: what is"
-            detail += " taken of it has another sha256 than the record has"
-            raise InputError("reproduce-file", detail, "Give the one that it was made with.")
+            detail = f"--{name.replace('_', '-')} {path} is not the one that was used"
+            more = "the values taken of it have another sha256 than the record has"
+            step = "Give the one that it was made with."
+            raise InputError("reproduce-file", f"{detail}: {more}", step)
 
 
 def _refuse_own_weights(work: Work, options: ReproduceOptions, expected: Mapping[str, str]) -> None:
-    """Raise InputError where a source is an artifact with the same shards.
+    """Raise InputError for a source that is an artifact with the same shards.
 
     Its blocks would be carried over, which proves nothing. Shards without such blocks are equal in
     honest artifacts, too.

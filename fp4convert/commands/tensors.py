@@ -103,11 +103,8 @@ def quantize_tensor(
     rule = check_rule(fmt, fmt.default_rule if scale_rule is None else scale_rule)
     moments = None if importance is None else _moments(importance)
     if moments is not None and rule != IMPORTANCE:
-        raise InputError(
-            "scale-rule",
-            f"importance is given, and scale rule {rule} does not use it",
-            "Leave it out.",
-        )
+        detail = f"importance is given, and scale rule {rule} does not use it"
+        raise InputError("scale-rule", detail, "Leave it out.")
     if (device := gpu_of(x)) is not None:
         with working_at(x, device) as work:
             return _quantize_there(work, x, fmt, rule, (global_amax, moments))
@@ -123,11 +120,8 @@ def quantize_tensor(
     codes, scales, global_scale = packed.data, block_scales.data, None
     for _, q in Cpu().quantize_group([weights], [weights], fmt, rule, given):
         codes[: len(q.packed)], scales[: len(q.block_scales)] = q.packed, q.block_scales
-        codes, scales, global_scale = (
-            codes[len(q.packed) :],
-            scales[len(q.block_scales) :],
-            q.global_scale,
-        )
+        codes, scales = codes[len(q.packed) :], scales[len(q.block_scales) :]
+        global_scale = q.global_scale
     return Quantized(fmt, weights.shape, packed.data, block_scales.data, global_scale)
 
 
@@ -154,12 +148,6 @@ def dequantize_tensor(q: Quantized | DeviceQuantized, dtype: str = "fp32") -> An
         return work.dequantize(q, stored)
 
 
-def check_here(q: Quantized) -> None:
-    """Raise InputError unless its fields fit together, and its parts them."""
-    _check_fields(q)
-    _check_lengths(q)
-
-
 def check_there(q: DeviceQuantized) -> int:
     """Return the number of the GPU that it lies on.
 
@@ -167,7 +155,7 @@ def check_there(q: DeviceQuantized) -> int:
     """
     device = gpu_of(getattr(q, "packed", None))
     if device is None:
-        found = f"a {type(q).__module__}.{type(q).__qualname__} is given; expected a Quantized"
+        found = f"a {kind_of(q)} is given; expected a Quantized"
         raise InputError("tensor-type", found, "Give what quantize_tensor returned.")
     _check_fields(q)
     return device
@@ -176,8 +164,8 @@ def check_there(q: DeviceQuantized) -> int:
 def _check_fields(q: Quantized | DeviceQuantized) -> None:
     """Raise InputError unless format, shape and global scale fit together."""
     if not isinstance(q.format, Format) or q.format.name not in FP4_FORMATS:
-        found = f"format is {q.format!r:.60}; expected that of a Quantized, as quantize_tensor"
-        raise InputError("bad-quantized", f"{found} gives it")
+        expected = "expected that of a Quantized, as quantize_tensor gives it"
+        raise InputError("bad-quantized", f"format is {q.format!r:.60}; {expected}")
     size = q.format.block_size
     is_pair = isinstance(q.shape, tuple) and len(q.shape) == 2
     if not (is_pair and all(type(n) is int and n > 0 for n in q.shape) and q.shape[1] % size == 0):
@@ -197,8 +185,9 @@ def _check_fields(q: Quantized | DeviceQuantized) -> None:
         raise InputError("bad-quantized", detail)
 
 
-def _check_lengths(q: Quantized) -> None:
-    """Raise InputError unless its parts are as many bytes as its shape."""
+def check_here(q: Quantized) -> None:
+    """Raise InputError unless its fields and the lengths of its parts fit."""
+    _check_fields(q)
     elements = math.prod(q.shape)
     sizes = {"packed": elements // 2, "block_scales": elements // q.format.block_size}
     for name, expected in sizes.items():
@@ -206,7 +195,7 @@ def _check_lengths(q: Quantized) -> None:
         try:
             found = f"{memoryview(part).nbytes} bytes"
         except TypeError:  # no buffer
-            found = f"a {type(part).__module__}.{type(part).__qualname__}"
+            found = f"a {kind_of(part)}"
         if found != f"{expected} bytes":
             detail = f"{name} is {found}; expected {expected} bytes, for {q.format.name}"
             raise InputError("bad-quantized", f"{detail} of the shape {q.shape}")
@@ -215,10 +204,7 @@ def _check_lengths(q: Quantized) -> None:
 def _quantize_there(
     work: DeviceWork, x: object, fmt: Format, rule: str, given: tuple[float | None, Float32s | None]
 ) -> DeviceQuantized:
-    """Quantize a matrix on its GPU.
-
-    given  the amax of its group, and second moments
-    """
+    """Quantize on a GPU, given the amax of the group and second moments."""
     found = work.look_at(plain_tensor(x))
     shape = _check_shape(found.shape, fmt)
     if found.dtype not in FLOAT_DTYPES:
@@ -269,17 +255,13 @@ def _refuse_not_finite(weights: InMemory) -> None:
 
 
 def _check_amax(global_amax: float, fmt: Format, own: float) -> float:
-    """Check the amax of a scale group; InputError where x is not of it.
+    """Return the amax of a scale group as float32; InputError if below own.
 
-    own      the largest magnitude of x
-    Returns  the amax as a float32 has it
+    own  the largest magnitude of x
     """
     if not fmt.has_global_scale:
-        raise InputError(
-            "global-amax",
-            f"global_amax {global_amax!r} is given, and {fmt.name} has no global scale",
-            "Leave it out.",
-        )
+        detail = f"global_amax {global_amax!r} is given, and {fmt.name} has no global scale"
+        raise InputError("global-amax", detail, "Leave it out.")
     try:
         if isinstance(global_amax, str) or np.ndim(global_amax):
             raise TypeError
@@ -292,51 +274,38 @@ def _check_amax(global_amax: float, fmt: Format, own: float) -> float:
     with np.errstate(over="ignore"):
         narrow = float(np.float32(found))
     if not own <= narrow < math.inf:
-        expected = (
-            f"expected a finite number, at least {own:g}, the largest magnitude of the matrix"
-        )
-        raise InputError(
-            "global-amax",
-            f"global_amax is {found:g}; {expected}",
-            "Give the largest magnitude of all matrices that share the global scale.",
-        )
+        expected = f"a finite number, at least {own:g}, the largest magnitude of the matrix"
+        step = "Give the largest magnitude of all matrices that share the global scale."
+        raise InputError("global-amax", f"global_amax is {found:g}; expected {expected}", step)
     return narrow
 
 
 def _moments(importance: object) -> Float32s:
-    """Return the second moments as an array; InputError for what is none."""
+    """Return the second moments as an array."""
     try:
         given = np.asarray(getattr(importance, "detach", lambda: importance)())
         if np.iscomplexobj(given):
             raise TypeError
         return given.astype(np.float32)
     except (TypeError, ValueError, RuntimeError):
-        kind = f"{type(importance).__module__}.{type(importance).__qualname__}"
-        raise InputError(
-            "importance-shape",
-            f"importance is a {kind}; expected an array of real numbers, one to a column",
-        ) from None
+        found = f"importance is a {kind_of(importance)}"
+        detail = f"{found}; expected an array of real numbers, one to a column"
+        raise InputError("importance-shape", detail) from None
 
 
 def matrix_of(x: object, fmt: Format) -> Matrix:
-    """Return the values row by row; InputError for no matrix of weights.
-
-    They are copied only where they do not lie so.
-    """
+    """Return the values row by row, copied only if they do not lie so."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         return _torch_matrix(x, fmt)
     if not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray):
-        found = f"x is a {type(x).__module__}.{type(x).__qualname__}"
-        raise InputError("tensor-type", f"{found}; expected a NumPy array or a torch tensor")
+        expected = "expected a NumPy array or a torch tensor"
+        raise InputError("tensor-type", f"x is a {kind_of(x)}; {expected}")
     shape = _check_shape(x.shape, fmt)
     names = {kind: name for name, kind in FLOAT_DTYPES.items()}
     if x.dtype not in names:
-        raise InputError(
-            "tensor-dtype",
-            f"x is {x.dtype}; {EXPECTED}",
-            "Cast them: x.astype(numpy.float32).",
-        )
+        step = "Cast them: x.astype(numpy.float32)."
+        raise InputError("tensor-dtype", f"x is {x.dtype}; {EXPECTED}", step)
     return Matrix(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, names[x.dtype], shape)
 
 
@@ -350,14 +319,15 @@ def _torch_matrix(x: torch.Tensor, fmt: Format) -> Matrix:
     if x.device.type != "cpu":
         raise InputError("tensor-device", f"x is on {x.device}; expected cpu or cuda")
     try:
-        flat: NDArray[np.uint8] = (
-            plain.contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()
-        )
+        flat = plain.contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()
     except RuntimeError:  # of a subclass, such as a FakeTensor
-        found = f"x is a {type(x).__module__}.{type(x).__qualname__}"
-        detail = f"{found}, which holds no values in memory; expected a plain torch tensor"
-        raise InputError("tensor-type", detail) from None
+        detail = f"x is a {kind_of(x)}, which holds no values in memory"
+        raise InputError("tensor-type", f"{detail}; expected a plain torch tensor") from None
     return Matrix(flat.data, names[str(x.dtype)], shape)
+
+
+def kind_of(x: object) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
 def plain_tensor(x: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Declare how commands read and work; refuse what would be without use.
+"""Declare how commands read and work; refuse options without effect.
 
-Nothing here changes a byte of a result but which revision and folder is read.
+Of these options only the revision and the subfolder change bytes of a result.
 """
 
 import os
@@ -38,10 +38,7 @@ def ignore(line: str) -> None:
 
 
 def as_nbytes(gigabytes: float, what: str = "memory") -> int:
-    """Return bytes for GB; inf is as many as there are.
-
-    Raises  InputError below 0 and for NaN
-    """
+    """Return bytes for GB; inf means no limit."""
     if not gigabytes >= 0:
         raise InputError(
             "usage", f"{gigabytes:g} GB of {what}; expected 0 or more", "Give a number of GB."
@@ -50,12 +47,12 @@ def as_nbytes(gigabytes: float, what: str = "memory") -> int:
 
 
 def take_references(options: "AccessOptions") -> None:
-    """Read ~ and addresses of the Hub in what the options name.
+    """Read ~ and addresses of the Hub in the references of options.
 
-    Raises  InputError for an address with a revision or a folder that others contradict, for an
-            empty name, and for one that is too long
+    Raises  InputError for an empty name or one that is too long, and for an address whose revision
+            or folder contradicts another option
     """
-    # A subfolder first: addresses are compared with it as it is spelled then.
+    # The subfolder first: addresses are compared with its one spelling.
     for each in sorted(declared_in(type(options)), key=lambda each: each.name != "subfolder"):
         given = getattr(options, each.name)
         if each.type == Iterable[Reference]:
@@ -75,43 +72,42 @@ def _take_subfolder(given: str) -> str | None:
 
 
 def _take_one(options: "AccessOptions", each: Declared, given: Reference) -> Reference | None:
-    """Return what one reference of an option leads to; set what else it names."""
+    """Return the place of a reference; set revision and subfolder of it."""
     text, flag = os.fspath(given), f"--{each.name.replace('_', '-')}"
-    if not text and not each.option.is_argument:
+    is_argument = each.option.is_argument
+    if not text and not is_argument:
         raise InputError("usage", f"{flag} is empty", "Give a name, or leave it out.")
     longest = max(len(os.fsencode(part)) for part in text.split("/"))
-    if longest > LONGEST_NAME and each.name != "output":  # which whoever makes it tells
-        detail = f"{text[:60]}... has a name of more than {LONGEST_NAME} bytes"
-        if each.option.is_argument:
-            raise InputError("no-source", f"{detail}, more than disks allow")
-        raise InputError("usage", f"{detail}, more than disks allow", f"Check {flag}.")
+    if longest > LONGEST_NAME and each.name != "output":  # of an output, whoever makes it tells
+        found = f"{text[:60]}... has a name of more than {LONGEST_NAME} bytes"
+        code, step = ("no-source", "") if is_argument else ("usage", f"Check {flag}.")
+        raise InputError(code, f"{found}, more than disks allow", step)
     if each.name == "subfolder":
         return _take_subfolder(text)
     if not isinstance(given, str):
         return given
     if not given.startswith(("~", "http")) and not given.endswith("/"):
-        return given  # what it is already: nearly always
+        return given  # nearly always
     from fp4convert.storage.open import read_reference
 
     place = read_reference(given)
-    for name in ("revision", "subfolder"):
-        found, known = getattr(place, name), getattr(options, name)
-        if found and name == "subfolder":
-            found = _take_subfolder(found)
-        if found and not each.option.is_argument:
-            detail = f"{given} names the {name} {found}, which --{each.name} does not take"
-            raise InputError("usage", detail, f"Name the repository: {shell_line(place.reference)}")
-        if found and each.option.is_several:
-            detail = f"{given} names the {name} {found}, and --{name} is that of all artifacts"
-            step = (
-                f"Name the repository, {shell_line(place.reference)}, or a folder with its files."
-            )
-            raise InputError("usage", f"{detail}; expected ORG/NAME", step)
-        if found and known not in (None, found):
-            detail = f"{given} names the {name} {found}, and {known} is given"
-            raise InputError("usage", f"{detail}; expected one of them", f"Leave --{name} out.")
-        if found:
-            setattr(options, name, found)
+    repository = shell_line(place.reference)
+    folder = place.subfolder and _take_subfolder(place.subfolder)
+    for name, value in (("revision", place.revision), ("subfolder", folder)):
+        if not value:
+            continue
+        detail = f"{given} names the {name} {value}"
+        if not is_argument:
+            step = f"Name the repository: {repository}"
+            raise InputError("usage", f"{detail}, which {flag} does not take", step)
+        if each.option.is_several:
+            detail = f"{detail}, and --{name} is that of all artifacts; expected ORG/NAME"
+            step = f"Name the repository, {repository}, or a folder with its files."
+            raise InputError("usage", detail, step)
+        if (known := getattr(options, name)) not in (None, value):
+            detail = f"{detail}, and {known} is given; expected one of them"
+            raise InputError("usage", detail, f"Leave --{name} out.")
+        setattr(options, name, value)
     return place.reference
 
 
@@ -125,15 +121,14 @@ Force = Annotated[
 class AccessOptions:
     """How sources and artifacts are found and read.
 
-    tell  gets lines for people: what is waited for, which part this is, which page was written
+    tell  gets lines for people about the progress of the work
     """
 
     revision: Annotated[
         str | None, Option("Branch, tag or commit. Default: main.", panel=HUB, value="<name>")
     ] = None
     subfolder: Annotated[
-        str | None,
-        Option("Subfolder that holds the checkpoint.", panel=HUB, value="<path>"),
+        str | None, Option("Subfolder that holds the checkpoint.", panel=HUB, value="<path>")
     ] = None
     token: Annotated[
         str | None,
@@ -152,7 +147,6 @@ class AccessOptions:
         Reference | None,
         Option(
             "Folder with the config.json of a GGUF file's model: the file is read as safetensors.",
-            parse=Path,
             panel=TARGET,
             value="<dir>",
         ),
@@ -169,10 +163,9 @@ class AccessOptions:
         return (self.token or "").strip() or None
 
     def access(self, output: Path | None = None) -> "Access":
-        """Return how the Hub is asked.
+        """Return how sources are read.
 
-        output  where an unfinished plan may lie, which says of which commit it is
-        Raises  InputError for an amount of memory that cannot be
+        output  may hold an unfinished plan, which names the commit of its source
         """
         from fp4convert.storage.source import Access
 
@@ -187,20 +180,13 @@ class AccessOptions:
         )
 
     def folder_of(self, artifact: Reference) -> Path | None:
-        """Return the folder of an artifact on this disk.
-
-        None for a single file, whose neighbours are not its own, and for the Hub.
-        """
+        """Return the folder of an artifact; None for a file and for the Hub."""
         from fp4convert.storage.source import subfolder_of
 
-        is_folder = os.path.isdir(artifact)
-        return Path(artifact, subfolder_of(self.access())) if is_folder else None
+        return Path(artifact, subfolder_of(self.access())) if os.path.isdir(artifact) else None
 
     def original_access(self) -> "Access":
-        """Return how the source of an artifact is found.
-
-        At its own revision; --config is for whichever is a GGUF file.
-        """
+        """Return how the source of an artifact is read: at its own revision."""
         return replace(self.access(), revision=None)
 
 
@@ -209,7 +195,7 @@ class WorkOptions(AccessOptions):
     """How a command that writes works; nothing here changes a byte.
 
     phases  learns how far the work is
-    warn    gets what a person should know before the work; None for Python's warnings
+    warn    gets the warnings before the work; None for Python's warnings
     """
 
     workers: Annotated[
@@ -220,7 +206,7 @@ class WorkOptions(AccessOptions):
     warn: Callable[[Iterable[str]], None] | None = None
 
     def settings(self, device: str) -> "Settings":
-        """Return how to work; InputError for fewer workers than none."""
+        """Return how to work."""
         from fp4convert.execution.settings import Settings
 
         if self.workers < 0:
@@ -254,7 +240,7 @@ class DeviceOptions(WorkOptions):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PartOptions(WorkOptions):
-    """Which part of the work this process does, of one that several share."""
+    """Which part of shared work this process does."""
 
     join: Annotated[
         bool,
@@ -279,7 +265,6 @@ class PartOptions(WorkOptions):
         """Return how to work, with the part that this process does.
 
         is_elsewhere  other processes take the tasks as they come
-        Raises        InputError for a part that cannot be; a launcher's variables count, too
         """
         from fp4convert.execution.share import choose_share
 
@@ -295,23 +280,22 @@ class PartOptions(WorkOptions):
 def refuse_idle_options(options: AccessOptions) -> None:
     """Raise InputError for an option that only the Hub would use.
 
-    What is on this disk is no repository; a name that is nowhere is told of later.
+    A name that is neither here nor on the Hub is refused later.
     """
     _refuse_idle_config(options)
     declared = {each.name: each for each in declared_in(type(options))}
-    read = [name for name, each in declared.items() if each.option.is_argument]
-    if not _are_here(options, read):
+    places = _places_here(options, [name for name in declared if declared[name].option.is_argument])
+    if places is None:
         return
     # The source of an artifact is read at its own revision; a token may write, too.
     idle = ["revision"]
-    if _are_here(options, ["source"]):
+    if _places_here(options, ["source"]) is not None:
         idle += ["memory"]
         idle += [] if getattr(options, "push_to_hub", None) else ["token"]
     for name in idle:
         if getattr(options, name) not in ("", declared[name].default):
-            given = _given(options, read)
-            verb = "is" if len(given) == 1 else "are"
-            detail = f"--{name} is for the Hub, and {' and '.join(given)} {verb} here"
+            verb = "is" if len(places) == 1 else "are"
+            detail = f"--{name} is for the Hub, and {' and '.join(places)} {verb} here"
             step = f"Leave --{name} out; a repository is named as ORG/NAME."
             raise InputError("idle-option", f"{detail}, on this disk", step)
 
@@ -323,24 +307,20 @@ def _refuse_idle_config(options: AccessOptions) -> None:
         named = ["source"]
     elif hasattr(options, "source") and "source" not in named:  # of an artifact
         named.append("source")
-    if options.config is None or not _are_here(options, named):
+    places = _places_here(options, named)
+    if options.config is None or places is None:
         return
     from fp4convert.storage.checkpoint_files import GGUF
 
-    given = _given(options, named)
-    folders = (os.listdir(place) if os.path.isdir(place) else [place] for place in given)
+    folders = (os.listdir(place) if os.path.isdir(place) else [place] for place in places)
     if not any(name.endswith(GGUF) for names in folders for name in names):
-        detail = f"--config is for GGUF files, and {' and '.join(given)} is none"
+        detail = f"--config is for GGUF files, and {' and '.join(places)} is none"
         raise InputError("idle-option", detail, "Leave --config out.")
 
 
-def _are_here(options: AccessOptions, names: list[str]) -> bool:
-    """Tell whether all that is named is on this disk."""
-    return all(map(os.path.exists, _given(options, names)))
-
-
-def _given(options: AccessOptions, names: list[str]) -> list[str]:
-    """Return what the options of those names name, each of several."""
-    found = (getattr(options, name, None) for name in names)
-    several = (one if isinstance(one, tuple) else (one,) for one in found)
-    return [os.fspath(one) for each in several for one in each if one is not None]
+def _places_here(options: AccessOptions, names: Iterable[str]) -> list[str] | None:
+    """Return the paths that these options name; None unless all are here."""
+    values = (getattr(options, name, None) for name in names)
+    several = (value if isinstance(value, tuple) else (value,) for value in values)
+    places = [os.fspath(one) for each in several for one in each if one is not None]
+    return places if all(map(os.path.exists, places)) else None

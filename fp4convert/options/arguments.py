@@ -29,10 +29,7 @@ ArtifactArgument = Annotated[
     Reference,
     Option("A quantized checkpoint: a folder, one file, or ORG/NAME on the Hub.", is_argument=True),
 ]
-NewFolder = Annotated[
-    Reference,
-    Option("New folder.", parse=Path, flags=("--output", "-o"), panel=TARGET),
-]
+NewFolder = Annotated[Reference, Option("New folder.", flags=("--output", "-o"), panel=TARGET)]
 Dialect = Annotated[
     str,
     Option(
@@ -65,23 +62,16 @@ EngineName = Annotated[
 ]
 Page = Annotated[
     Reference | None,
-    Option(
-        "Write an HTML page that shows the quantization error of every layer.",
-        parse=Path,
-        panel=OUTPUT,
-    ),
+    Option("Write an HTML page that shows the quantization error of every layer.", panel=OUTPUT),
 ]
 Statistics = Annotated[
     Reference | None,
-    Option(
-        "Statistics of this source, a file made by fp4convert calibrate.", parse=str, panel=QUALITY
-    ),
+    Option("Statistics of this source, a file made by fp4convert calibrate.", panel=QUALITY),
 ]
 Adapters = Annotated[
     Reference | Iterable[Reference] | None,
     Option(
         "Merge this LoRA adapter, a folder or ORG/NAME, and round so that it stays.",
-        parse=str,
         is_several=True,
         panel=QUALITY,
         value="<path>",
@@ -93,27 +83,24 @@ AdapterScale = Annotated[
     Option("With --lora: multiplies the adapter's own scale. Default: 1.", panel=QUALITY),
 ]
 Sarif = Annotated[
-    Reference | None,
-    Option("Write the findings as SARIF 2.1.0, for code scanning.", parse=Path, panel=OUTPUT),
+    Reference | None, Option("Write the findings as SARIF 2.1.0, for code scanning.", panel=OUTPUT)
 ]
 Merged = Annotated[
     Reference | Iterable[Reference] | None,
     Option(
         "The LoRA adapter that --source was merged with, as quantize --lora had it.",
-        parse=str,
         is_several=True,
         panel=QUALITY,
         value="<path>",
     ),
 ]
 ByLayer = Annotated[
-    bool,
-    Option("Also what each layer costs: two more runs for every layer.", panel=QUALITY),
+    bool, Option("Also what each layer costs: two more runs for every layer.", panel=QUALITY)
 ]
 
 
 def as_folder(output: Reference, source: Reference) -> Path:
-    """Return the folder that is written; InputError for the name of a file.
+    """Return the folder to write; InputError for the name of a file.
 
     source  whose single file would lie in it
     """
@@ -131,10 +118,7 @@ def as_folder(output: Reference, source: Reference) -> Path:
 
 
 def one_adapter(given: Reference | Iterable[Reference] | None) -> tuple[str, ...]:
-    """Return the adapter that is given, if any.
-
-    Raises  InputError for several, whose order and weights nobody tells
-    """
+    """Return the adapter, if any; InputError for several, which have no order."""
     several = (given,) if isinstance(given, str | os.PathLike) else tuple(given or ())
     if len(several) > 1:
         detail = f"--lora is given {len(several)} times; expected one adapter"
@@ -146,10 +130,7 @@ def one_adapter(given: Reference | Iterable[Reference] | None) -> tuple[str, ...
 def chosen_adapter(
     lora: Reference | Iterable[Reference] | None, scale: float | None, access: "Access"
 ) -> "Adapter | None":
-    """Read the adapter that is given, if any.
-
-    Raises  InputError for a scale without one, and what open_adapter raises
-    """
+    """Open the adapter, if any; InputError for a scale without one."""
     from fp4convert.checkpoint.adapters.peft import open_adapter
 
     given = one_adapter(lora)
@@ -175,5 +156,5 @@ def check_keep_dtype(word: str | None, dialect: str | None) -> None:
 
 
 def as_path(file: Reference | None) -> Path | None:
-    """Return the path of a file that may not be named."""
+    """Return the path of an optional file."""
     return None if file is None else Path(file)

@@ -4,7 +4,6 @@ The docstring of a class is the help of its command.
 """
 
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import Annotated
 
 from fp4convert.options.access import AccessOptions, DeviceOptions
@@ -42,8 +41,7 @@ class InspectOptions(AccessOptions):
     _: KW_ONLY
     engine: EngineName = None
     source: Annotated[
-        Reference | None,
-        Option("The original checkpoint: compare values with it, too.", parse=str),
+        Reference | None, Option("The original checkpoint: compare values with it, too.")
     ] = None
     full: Annotated[bool, Option("Read every block scale, not a sample.")] = False
     sarif: Sarif = None
@@ -65,9 +63,7 @@ class VerifyOptions(AccessOptions):
     engine: EngineName = None
     source: Annotated[
         Reference | None,
-        Option(
-            "The original checkpoint, to measure every tensor against.", parse=str, panel=QUALITY
-        ),
+        Option("The original checkpoint, to measure every tensor against.", panel=QUALITY),
     ] = None
     lora: Merged = ()
     min_sqnr: Annotated[
@@ -84,7 +80,6 @@ class VerifyOptions(AccessOptions):
         Reference | None,
         Option(
             "Measure the output error of every linear layer, for the inputs recorded here.",
-            parse=Path,
             panel=QUALITY,
         ),
     ] = None
@@ -97,11 +92,7 @@ class VerifyOptions(AccessOptions):
     ] = None
     public_key: Annotated[
         Reference | None,
-        Option(
-            "Whose signature the artifact must have: a public key in PEM.",
-            parse=Path,
-            panel=QUALITY,
-        ),
+        Option("Whose signature the artifact must have: a public key in PEM.", panel=QUALITY),
     ] = None
     report: Page = None
     sarif: Sarif = None
@@ -153,21 +144,17 @@ class ReproduceOptions(DeviceOptions):
         Reference | None,
         Option(
             "What it was made from. Default: the repository and commit in the record.",
-            parse=str,
             panel=QUALITY,
         ),
     ] = None
     calibration: Statistics = None
     lora: Merged = ()
     global_scale: Annotated[
-        Reference | None,
-        Option("What quantize had as --global-scale.", parse=str, panel=QUALITY),
+        Reference | None, Option("What quantize had as --global-scale.", panel=QUALITY)
     ] = None
     input_scale: Annotated[
         Reference | None,
-        Option(
-            "The artifact or file that quantize had as --input-scale.", parse=str, panel=QUALITY
-        ),
+        Option("The artifact or file that quantize had as --input-scale.", panel=QUALITY),
     ] = None
     recipe: RecipeName = None
 
@@ -182,14 +169,13 @@ class AttestOptions:
     """
 
     artifact: Annotated[
-        Reference, Option("The folder of an artifact on this disk.", parse=Path, is_argument=True)
+        Reference, Option("The folder of an artifact on this disk.", is_argument=True)
     ]
     _: KW_ONLY
     key: Annotated[
         Reference,
         Option(
             "Private key in PEM of an elliptic curve: P-256, P-384 or P-521; no password.",
-            parse=Path,
             panel=TARGET,
         ),
     ]
@@ -236,9 +222,5 @@ class RecipesOptions:
 
     name: Annotated[
         str | None,
-        Option(
-            "Show one recipe, or a TOML file of your own.",
-            is_argument=True,
-            is_recipe=True,
-        ),
+        Option("Show one recipe, or a TOML file of your own.", is_argument=True, is_recipe=True),
     ] = None

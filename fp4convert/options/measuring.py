@@ -1,11 +1,10 @@
-"""Declare the options of calibrate, compare and evaluate.
+"""Declare the options of commands in which models read a text.
 
-In these commands models read a text.  The docstring of a class is the help of its command.
+The docstring of a class is the help of its command.
 """
 
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 from fp4convert.numerics.formats import GRAMS
@@ -28,7 +27,7 @@ from fp4convert.recipes.options import DEVICE, OUTPUT, QUALITY, TARGET, Option, 
 class TextOptions(AccessOptions):
     """Which text a model is given, and where it runs.
 
-    USUAL_LENGTH  most tokens of a sample where a person does not say
+    USUAL_LENGTH  default of the most tokens of a sample
     """
 
     USUAL_LENGTH: ClassVar[int] = 2048
@@ -36,9 +35,9 @@ class TextOptions(AccessOptions):
         Reference | Iterable[Reference] | None,
         Option(
             "A file of plain text; may be given several times.",
-            parse=Path,
             is_several=True,
             panel=TARGET,
+            value="<path>",
         ),
     ] = None
     dataset: Annotated[
@@ -46,14 +45,12 @@ class TextOptions(AccessOptions):
         Option(
             "jsonl or parquet: conversations ('messages'), which the model's chat template writes,"
             " with images or sound its processor, or 'text'.",
-            parse=Path,
             flags=("--dataset", "--chat"),
             panel=TARGET,
         ),
     ] = None
     self_generate: Annotated[
-        int | None,
-        Option("No data: let the model write this many sequences.", panel=TARGET),
+        int | None, Option("No data: let the model write this many sequences.", panel=TARGET)
     ] = None
     samples: Annotated[
         int, Option("Largest number of samples, spread evenly over the data.", panel=QUALITY)
@@ -61,8 +58,7 @@ class TextOptions(AccessOptions):
     sequence_length: Annotated[
         int | None,
         Option(
-            "Tokens of a sample. Default: up to 2048, or 512 with --self-generate.",
-            panel=QUALITY,
+            "Tokens of a sample. Default: up to 2048, or 512 with --self-generate.", panel=QUALITY
         ),
     ] = None
     device: Annotated[
@@ -92,8 +88,7 @@ class CalibrateOptions(TextOptions):
 
     source: SourceArgument
     output: Annotated[
-        Reference,
-        Option("New safetensors file.", parse=Path, flags=("--output", "-o"), panel=TARGET),
+        Reference, Option("New safetensors file.", flags=("--output", "-o"), panel=TARGET)
     ]
     _: KW_ONLY
     gram: Annotated[
@@ -124,10 +119,7 @@ class WindowOptions(TextOptions):
     USUAL_LENGTH: ClassVar[int] = 512
     sequence_length: Annotated[
         int | None,
-        Option(
-            "Tokens of a window; each is read by itself. Default: up to 512.",
-            panel=QUALITY,
-        ),
+        Option("Tokens of a window; each is read by itself. Default: up to 512.", panel=QUALITY),
     ] = None
 
 
@@ -145,23 +137,19 @@ class CompareOptions(WindowOptions):
         Iterable[Reference],
         Option(
             "Two or more artifacts of one model, in any formats and dialects.",
-            parse=str,
             is_argument=True,
             is_several=True,
         ),
     ]
     _: KW_ONLY
     source: Annotated[
-        Reference,
-        Option("The original checkpoint, to measure all against.", parse=str, panel=TARGET),
+        Reference, Option("The original checkpoint, to measure all against.", panel=TARGET)
     ]
     lora: Merged = ()
     calibration: Annotated[
         Reference | None,
         Option(
-            "Measure output errors for the inputs that a calibration file recorded.",
-            parse=Path,
-            panel=QUALITY,
+            "Measure output errors for the inputs that a calibration file recorded.", panel=QUALITY
         ),
     ] = None
     by_layer: ByLayer = False
@@ -169,7 +157,6 @@ class CompareOptions(WindowOptions):
         Reference | None,
         Option(
             "Write an HTML page of all artifacts, and its figures beside it as .csv and .json.",
-            parse=Path,
             panel=OUTPUT,
         ),
     ] = None
@@ -188,10 +175,7 @@ class EvaluateOptions(WindowOptions):
 
     artifact: ArtifactArgument
     _: KW_ONLY
-    source: Annotated[
-        Reference,
-        Option("The original checkpoint, to compare with.", parse=str, panel=TARGET),
-    ]
+    source: Annotated[Reference, Option("The original checkpoint, to compare with.", panel=TARGET)]
     lora: Merged = ()
     by_layer: ByLayer = False
     max_kl: Annotated[
@@ -207,17 +191,12 @@ class EvaluateOptions(WindowOptions):
     max_ppl_ratio: Annotated[
         float | None,
         Option(
-            "Fail when perplexity over the source's is above this; 1.02 is 2 % more.",
-            panel=QUALITY,
+            "Fail when perplexity over the source's is above this; 1.02 is 2 % more.", panel=QUALITY
         ),
     ] = None
     card: Annotated[
         Reference | None,
-        Option(
-            "Write the figures into a model card; what else it says stays.",
-            parse=Path,
-            panel=OUTPUT,
-        ),
+        Option("Write the figures into a model card; what else it says stays.", panel=OUTPUT),
     ] = None
     report: Page = None
     sarif: Sarif = None

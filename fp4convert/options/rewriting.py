@@ -5,12 +5,9 @@ The docstring of a class is the help of its command.
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import Annotated
 
-from fp4convert.numerics.formats import (
-    FP4_FORMATS,
-)
+from fp4convert.numerics.formats import FP4_FORMATS
 from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS
 from fp4convert.options.access import DeviceOptions, PartOptions, WorkOptions, ignore
 from fp4convert.options.arguments import (
@@ -23,12 +20,7 @@ from fp4convert.options.arguments import (
     SourceArgument,
 )
 from fp4convert.progress import Phases
-from fp4convert.recipes.options import (
-    TARGET,
-    Option,
-    RecipeName,
-    Reference,
-)
+from fp4convert.recipes.options import TARGET, Option, RecipeName, Reference
 
 
 @dataclass(eq=False, repr=False)
@@ -46,10 +38,7 @@ class DequantizeOptions(DeviceOptions):
     dtype: Annotated[
         str,
         Option(
-            "Data type of the restored weights.",
-            DTYPES,
-            panel=TARGET,
-            synonyms=WORDS_OF_DTYPES,
+            "Data type of the restored weights.", DTYPES, panel=TARGET, synonyms=WORDS_OF_DTYPES
         ),
     ] = "bf16"
 
@@ -88,9 +77,7 @@ class TranscodeOptions(WorkOptions):
     template: Annotated[
         Reference | None,
         Option(
-            "With --dialect gguf: a GGUF file of the model, for names and metadata.",
-            parse=str,
-            panel=TARGET,
+            "With --dialect gguf: a GGUF file of the model, for names and metadata.", panel=TARGET
         ),
     ] = None
     keep_dtype: KeptDtype = None
@@ -110,9 +97,7 @@ class PruneOptions(PartOptions):
     output: NewFolder
     calibration: Annotated[
         Reference,
-        Option(
-            "Statistics of SOURCE, a file made by fp4convert calibrate.", parse=Path, panel=TARGET
-        ),
+        Option("Statistics of SOURCE, a file made by fp4convert calibrate.", panel=TARGET),
     ]
     keep: Annotated[int, Option("Number of experts to keep in every MoE layer.", panel=TARGET)]
     _: KW_ONLY
@@ -129,10 +114,7 @@ class MergeOptions:
     Example: fp4convert merge ./Llama-3.1-8B-NVFP4
     """
 
-    output: Annotated[
-        Reference,
-        Option("The folder that holds all parts.", parse=Path, is_argument=True),
-    ]
+    output: Annotated[Reference, Option("The folder that holds all parts.", is_argument=True)]
     _: KW_ONLY
     phases: Phases | None = None
     tell: Callable[[str], None] = ignore

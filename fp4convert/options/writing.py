@@ -7,14 +7,7 @@ from typing import Annotated
 
 from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR, DIALECTS
 from fp4convert.errors import InputError, shell_line
-from fp4convert.numerics.formats import (
-    DAMPING,
-    FORMATS,
-    FP8,
-    METHODS,
-    NVFP4,
-    PASSES,
-)
+from fp4convert.numerics.formats import DAMPING, FORMATS, FP8, METHODS, NVFP4, PASSES
 from fp4convert.options.access import DeviceOptions, PartOptions
 from fp4convert.options.arguments import (
     Adapters,
@@ -46,7 +39,7 @@ CACHES = (FP8.name, NVFP4.name)  # what a cache of keys and values may hold
 
 
 def _usual_activations(fmt: str, dialect: str) -> int:
-    """Return the bits of activations where nobody says; 16 for unknown words."""
+    """Return the default bits of activations; 16 for unknown words."""
     if dialect in ALWAYS_FOUR:
         return 4
     if not (fmt in FORMATS and FORMATS[fmt].is_fp8 and dialect in DIALECTS):
@@ -60,8 +53,8 @@ def _rules() -> str:
     """Return the rules of every format, the default first."""
     lines = []
     for fmt in FORMATS.values():
-        others = [rule for rule in fmt.scale_rules if rule != fmt.default_rule]
-        lines.append(f"{fmt.name}: {', '.join([f'{fmt.default_rule} (default)', *others])}")
+        others = (f", {rule}" for rule in fmt.scale_rules if rule != fmt.default_rule)
+        lines.append(f"{fmt.name}: {fmt.default_rule} (default){''.join(others)}")
     return "; ".join(lines)
 
 
@@ -81,12 +74,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     engine: EngineName = None
     output: Annotated[
         Reference | None,
-        Option(
-            "New folder. Default: ./NAME-FORMAT.",
-            parse=Path,
-            flags=("--output", "-o"),
-            panel=TARGET,
-        ),
+        Option("New folder. Default: ./NAME-FORMAT.", flags=("--output", "-o"), panel=TARGET),
     ] = None
     dialect: Annotated[
         str | None,
@@ -133,8 +121,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         ),
     ] = None
     keep_packed: Annotated[
-        bool,
-        Option("Do not expand kept FP8, int4 and FP4 modules to bf16.", panel=TARGET),
+        bool, Option("Do not expand kept FP8, int4 and FP4 modules to bf16.", panel=TARGET)
     ] = False
     keep_dtype: KeptDtype = None
     draft: Annotated[
@@ -199,7 +186,6 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         Option(
             "Activation scales for nvfp4 with --activations 4: one multiplier, or an artifact"
             " or calibration file that has them. Default: those of --calibration, else 1.0.",
-            parse=str,
             panel=QUALITY,
             value="<number|path>",
         ),
@@ -207,17 +193,13 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     global_scale: Annotated[
         Reference | None,
         Option(
-            "Take nvfp4's global scales from an artifact or a file; measure none.",
-            parse=str,
-            panel=QUALITY,
+            "Take nvfp4's global scales from an artifact or a file; measure none.", panel=QUALITY
         ),
     ] = None
     via: Annotated[
         str | None,
         Option(
-            "Round weights to FP8 first; less accurate, for comparison only.",
-            VIAS,
-            panel=QUALITY,
+            "Round weights to FP8 first; less accurate, for comparison only.", VIAS, panel=QUALITY
         ),
     ] = None
     ray: Annotated[
@@ -229,8 +211,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         ),
     ] = None
     push_to_hub: Annotated[
-        str | None,
-        Option("Upload the result to this repository.", panel=HUB, value="ORG/NAME"),
+        str | None, Option("Upload the result to this repository.", panel=HUB, value="ORG/NAME")
     ] = None
     private: Annotated[
         bool, Option("With --push-to-hub: make the repository private.", panel=HUB)
@@ -268,10 +249,9 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
 
     @property
     def folder(self) -> Path:
-        """Return where the artifact goes: the output, else ./NAME-FORMAT.
+        """Return the output folder; ./NAME-FORMAT by default.
 
-        Beside the source where this is the current folder, or one above it.
-        Raises  InputError as as_folder does, and where it would lie in the Hub's cache
+        Beside the source where the current folder is the source or lies in it.
         """
         from fp4convert.storage.source import find_cached, name_of
 
@@ -289,23 +269,19 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
 
     @property
     def place(self) -> Path | str:
-        """Return where its result is afterwards: the folder, or the repository."""
+        """Return where the result is afterwards: the folder, or the repository."""
         return str(self.push_to_hub) if self.no_keep else self.folder
 
     def that_make_bytes(self) -> dict[str, object]:
-        """Return the options by name that the bytes depend on.
+        """Return the options that the bytes depend on, by name.
 
-        That is every one but how the work is done and where the result goes.
+        The others say how the work is done and where the result goes.
         """
-        how = {field.name for kind in (DeviceOptions, PartOptions) for field in fields(kind)}
-        where = {"source", "output", "engine", "ray", "push_to_hub", "private", "report"}
-        where |= {"no_keep", "disk"}
+        others = {field.name for kind in (DeviceOptions, PartOptions) for field in fields(kind)}
+        others |= {"source", "output", "engine", "ray", "push_to_hub", "private", "report"}
+        others |= {"no_keep", "disk"}
         names = [each.name for each in declared_in(QuantizeOptions)]
-        values = {
-            name: getattr(self, name)
-            for name in names
-            if name == "subfolder" or name not in how | where
-        }
+        values = {name: getattr(self, name) for name in names if name not in others - {"subfolder"}}
         return {
             name: os.fspath(value) if isinstance(value, os.PathLike) else value
             for name, value in values.items()

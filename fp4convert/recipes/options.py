@@ -29,7 +29,6 @@ class Option(NamedTuple):
 
     help         one sentence or two
     words        the legal words where they are few; completion offers them
-    parse        what the command line makes of it; None where the field's type is a plain one
     flags        all spellings, where there are more than --name
     least        the smallest number that is legal
     is_argument  it stands without its name
@@ -43,7 +42,6 @@ class Option(NamedTuple):
 
     help: str
     words: Sequence[str] = ()
-    parse: type | None = None
     flags: tuple[str, ...] = ()
     least: float | None = None
     is_argument: bool = False
@@ -141,7 +139,6 @@ class RecipeOptions:
         Globs,
         Option(
             "Keep these modules as they are. Glob, or re:REGEX.",
-            parse=str,
             is_several=True,
             panel=MODULES,
             value="<pattern>",
@@ -151,7 +148,6 @@ class RecipeOptions:
         Globs,
         Option(
             "Quantize these modules too, although the recipe keeps them.",
-            parse=str,
             is_several=True,
             panel=MODULES,
             value="<pattern>",

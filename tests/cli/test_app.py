@@ -11,7 +11,7 @@ def test_a_bug_of_ours_has_a_document_and_a_traceback():
     code = (
         "import fp4convert.cli.doctor as d, sys\n"
         "def fail(*a): raise KeyError('a name of hf_" + "x" * 30 + "')\n"
-        "d.examine = fail\n"
+        "d.survey_sound = fail\n"
         "from fp4convert.__main__ import main\n"
         "main()"
     )

@@ -31,34 +31,13 @@ from fp4convert.recipes.options import PANELS
 
 HELP = GOLDEN / "help"
 COMMANDS = (
-    "quantize",
-    "inspect",
-    "verify",
-    "compare",
-    "reproduce",
-    "attest",
-    "dequantize",
-    "merge",
-    "transcode",
-    "prune",
-    "explain",
-    "doctor",
-    "recipes",
-    "analyze",
-    "calibrate",
-    "evaluate",
+    *("quantize", "dequantize", "transcode", "merge", "prune", "calibrate", "analyze", "evaluate"),
+    *("inspect", "verify", "compare", "reproduce", "attest", "explain", "doctor", "recipes"),
 )
 HEAVY = (
-    "torch",
-    "cupy",
-    "transformers",
-    "huggingface_hub",
-    "httpx2",
-    "plotly",
-    "compressed_tensors",
-    "modelopt",
+    *("torch", "cupy", "transformers", "huggingface_hub", "httpx2", "plotly"),
+    *("compressed_tensors", "modelopt"),
 )
-
 UNNEEDED = ("pydantic", "numpy.ma", "rich")  # by words that are plain, for lines that are
 
 
@@ -94,10 +73,6 @@ def test_every_command_is_in_the_help():
         assert re.search(rf"\b{command}\b", listed)
 
 
-def test_the_short_help_is_the_long_one():
-    assert run("quantize", "-h").out == run("quantize", "--help").out
-
-
 def test_version():
     """It names the kernels that doctor names."""
     kernels = run("doctor", "--json").json["cpu"]["instruction_set"]
@@ -118,7 +93,7 @@ def test_no_command_shows_the_help_and_is_bad_usage():
 def test_help_is_a_word_too(command):
     helped = run("help", *command.split())
     assert (helped.code, helped.err) == (0, "")
-    assert helped.out == run(*command.split(), "--help").out
+    assert helped.out == run(*command.split(), "--help").out == run(*command.split(), "-h").out
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -287,41 +262,16 @@ def test_json_is_one_document_on_stdout_for_every_command_that_ends_well(
 def test_a_dry_run_has_exactly_the_promised_keys_and_writes_nothing(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     document = run("quantize", source, "--format", "nvfp4", "--dry-run", "--json").json
-    assert list(document) == [
-        "format",
-        "dialect",
-        "method",
-        "calibration",
-        "source_bytes",
-        "output_bytes",
-        "bits_per_weight",
-        "added_bytes",
-        "peak_memory_bytes",
-        "peak_disk_bytes",
-        "seconds_estimated",
-        "patterns",
-        "tensors",
-        "left_out",
-        "warnings",
-    ]
-    assert list(document["patterns"][0]) == [
-        "pattern",
-        "count",
-        "action",
-        "reason",
-        "group",
-        "format",
-        "source_bytes",
-        "output_bytes",
-    ]
-    assert list(document["tensors"][0]) == [
-        "name",
-        "action",
-        "reason",
-        "group",
-        "source_bytes",
-        "output_bytes",
-    ]
+    assert " ".join(document) == (
+        "format dialect method calibration source_bytes output_bytes bits_per_weight added_bytes"
+        " peak_memory_bytes peak_disk_bytes seconds_estimated patterns tensors left_out warnings"
+    )
+    assert " ".join(document["patterns"][0]) == (
+        "pattern count action reason group format source_bytes output_bytes"
+    )
+    assert " ".join(document["tensors"][0]) == (
+        "name action reason group source_bytes output_bytes"
+    )
     assert len(document["tensors"]) == 11
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -417,29 +367,11 @@ def test_what_only_looks_does_not_load_what_typer_checks_values_with(words, sour
 
 def test_plain_words_do_not_load_what_typer_checks_values_with(source, tmp_path):
     words = (
-        "--shard-index",
-        "0",
-        "--num-shards",
-        "2",
-        "--workers",
-        "1",
-        "--exclude",
-        "*q_proj",
-        "--exclude",
-        "*k_proj",
+        *("--format", "nvfp4", "-o", tmp_path / "out", "--scale-rule", "amax", "--workers", "1"),
+        *("--shard-index", "0", "--num-shards", "2", "--exclude", "*q_proj"),
+        *("--exclude", "*k_proj", "-q"),
     )
-    loaded = modules_after(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "-o",
-        tmp_path / "out",
-        "--scale-rule",
-        "amax",
-        *words,
-        "-q",
-    )
+    loaded = modules_after("quantize", source, *words)
     assert loaded.isdisjoint(
         (*HEAVY, *UNNEEDED, "html", "fp4convert.report.datasheet", "fp4convert.cli.draw_plan")
     )
@@ -542,16 +474,8 @@ def test_a_terminal_without_unicode_is_served(encoding, source, tmp_path):
     name = "mödel.漢.weight"
     source = write_single(tmp_path / "m", {name: weight()})
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    command = [
-        sys.executable,
-        "-m",
-        "fp4convert",
-        "quantize",
-        str(source),
-        "--format",
-        "nvfp4",
-        "--dry-run",
-    ]
+    command = [sys.executable, "-m", "fp4convert", "quantize", source]
+    command += ["--format", "nvfp4", "--dry-run"]
     ended = subprocess.run(
         command, capture_output=True, env=environment, check=False, timeout=WAIT_SECONDS
     )

@@ -12,6 +12,7 @@ from fp4convert.numerics.formats import FORMATS, METHODS
 from fp4convert.numerics.scale_layouts import LAYOUTS
 
 BIN = Path(sys.executable).parent
+RULES = {rule for fmt in FORMATS.values() for rule in fmt.scale_rules}
 INSTALLED = "bash", "--noprofile", "--norc", "-c"
 
 
@@ -47,10 +48,7 @@ def completed(*words: str, script: str = "source <(fp4convert --show-completion)
         (("transcode", "--dialect", "g"), {"gpt-oss", "gguf"}),
         (("transcode", "--scale-layout", ""), {*LAYOUTS, "interleaved", "appended"}),
         (("quantize", "--method", ""), set(METHODS)),
-        (
-            ("quantize", "--scale-rule", ""),
-            {rule for fmt in FORMATS.values() for rule in fmt.scale_rules},
-        ),
+        (("quantize", "--scale-rule", ""), RULES),
         (("quantize", "--recipe", "omlp"), {"omlp_only"}),
         (("recipes", "deepseek_"), {"deepseek_v4"}),
         (("inspect", "./some"), set()),  # bash itself knows files

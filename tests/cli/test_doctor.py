@@ -22,19 +22,12 @@ def machine(monkeypatch):
 
 def test_two_gpus_with_hardware_conversion(machine):
     found = run("doctor", "--json").json
-    assert (found["device"], found["driver"], found["gpus_shown"], found["problem"]) == (
-        "cuda:0,cuda:1",
-        "13.1",
-        2,
-        None,
-    )
+    told = [found[key] for key in ("device", "driver", "gpus_shown", "problem")]
+    assert told == ["cuda:0,cuda:1", "13.1", 2, None]
     assert found["nvrtc"] == gpus.dotted(cubins.nvrtc_version())
     first = found["gpus"][0]
-    assert (first["target"], first["compute_capability"], first["software_conversion"]) == (
-        "sm_120a",
-        "12.0",
-        [],
-    )
+    told = [first[key] for key in ("target", "compute_capability", "software_conversion")]
+    assert told == ["sm_120a", "12.0", []]
     assert "quantize_nvfp4" in first["hardware_conversion"]
     drawn = run("doctor").out
     assert "cuda:1          Imaginary GPU, compute capability 12.0, 17.2 GB, sm_120a" in drawn

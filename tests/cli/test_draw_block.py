@@ -76,9 +76,8 @@ def test_bits_of_scales_are_those_of_their_types() -> None:
     byte = int(np.array([1.5], ml_dtypes.float8_e4m3fn).view(np.uint8)[0])
     assert letters == "-eeeemmm"
     exponent = int("".join("1" if letter == "e" else "0" for letter in letters), 2)
-    assert (byte & exponent) >> 3 == ml_dtypes.finfo(
-        ml_dtypes.float8_e4m3fn
-    ).maxexp - 2  # the bias, 7
+    bias = ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).maxexp - 2
+    assert (byte & exponent) >> 3 == bias == 7
     assert byte & 7 == 4
     assert draw_block(MXFP4, "low_first")[1].endswith("  eeeeeeee")
 

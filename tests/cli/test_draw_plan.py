@@ -23,24 +23,13 @@ SECONDS = {
 
 def row(pattern, action="quantize", reason="a linear layer", **more):
     known = {"count": 1, "group": None, "format": "nvfp4" if action == "quantize" else None}
-    return {
-        "pattern": pattern,
-        "action": action,
-        "reason": reason,
-        **known,
-        "source_bytes": 2000,
-        "output_bytes": 500,
-        **more,
-    }
+    known |= {"pattern": pattern, "action": action, "reason": reason}
+    return {**known, "source_bytes": 2000, "output_bytes": 500, **more}
 
 
 def draw(capsys, rows, width=100, **more):
-    totals = {
-        "source_bytes": 1_370_000_000_000,
-        "output_bytes": 389_000_000_000,
-        "bits_per_weight": 4.5,
-        "added_bytes": 0,
-    }
+    totals = {"source_bytes": 1_370_000_000_000, "output_bytes": 389_000_000_000}
+    totals |= {"bits_per_weight": 4.5, "added_bytes": 0}
     peaks = {"peak_memory_bytes": 138_000_000, "peak_disk_bytes": 389_100_000_000}
     screen = Screen()
     screen.width = width
@@ -78,8 +67,7 @@ def test_a_drawn_plan_joins_layers_and_says_why(tmp_path):
     ]
     # 31,936 bytes of tensors, the header and the records
     assert re.fullmatch(
-        r"total\|105 kB -> 4\d\.\d kB \(\d\d %\), 4\.516 bits per quantized weight",
-        lines[8],
+        r"total\|105 kB -> 4\d\.\d kB \(\d\d %\), 4\.516 bits per quantized weight", lines[8]
     )
     assert lines[9].startswith("peak|memory ")
     assert len(lines) == 12
@@ -107,22 +95,9 @@ def test_packed_weights_that_stay_are_pointed_out(capsys):
         row("a.[0-3].q", "dequantize", "excluded by '*q'", source_bytes=1000, output_bytes=2000)
     ]
     lines = draw(capsys, rows, added_bytes=1000)
-    assert lines[2].split() == [
-        "q",
-        "1",
-        "bf16",
-        "1.00",
-        "kB",
-        "2.00",
-        "kB",
-        "excluded",
-        "by",
-        "'*q'",
-    ]
-    assert (
-        "bf16     adds 1.00 kB: packed weights that are kept; --keep-packed leaves them packed"
-        in lines
-    )
+    assert " ".join(lines[2].split()) == "q 1 bf16 1.00 kB 2.00 kB excluded by '*q'"
+    told = "bf16     adds 1.00 kB: packed weights that are kept; --keep-packed leaves them packed"
+    assert told in lines
     assert "kept     1 tensor, 1.00 kB -> 2.00 kB" in lines
 
 
@@ -175,9 +150,8 @@ def test_names_and_ranges_longer_than_the_terminal_go_on_after_a_comma(capsys):
 
 def test_a_number_stands_with_the_word_before_it(capsys):
     names = ("attn.to_q", "attn.to_out.0", "attn.to_out.0.bias", "ff.net.2", "ff.net.0.proj")
-    assert [
-        line.split()[0] for line in draw(capsys, [row(f"b.[0-1].{name}") for name in names])[1:8]
-    ] == [
+    lines = draw(capsys, [row(f"b.[0-1].{name}") for name in names])
+    assert [line.split()[0] for line in lines[1:8]] == [
         *("b.[0-1].attn", "to_q", "to_out.0", "to_out.0.bias"),
         *("b.[0-1].ff", "net.2", "net.0.proj"),
     ]

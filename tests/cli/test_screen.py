@@ -31,6 +31,14 @@ from fp4convert.errors import InputError
 from fp4convert.report.text import escape
 
 
+@pytest.fixture
+def pair(tmp_path):
+    """A source, and its artifact."""
+    source, out = write_llama(tmp_path / "source"), tmp_path / "out"
+    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    return source, out
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -93,11 +101,9 @@ def test_a_file_gets_the_words_that_a_terminal_gets_without_the_colours(capsys, 
 
 
 def test_a_drawn_result_ends_with_the_digest(tmp_path):
-    source = write_llama(tmp_path / "source")
-    digest = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json").json[
-        "digest"
-    ]
-    lines = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out").out.splitlines()
+    words = ("quantize", write_llama(tmp_path / "source"), "--format", "nvfp4")
+    digest = run(*words, "-o", tmp_path / "out", "--json").json["digest"]
+    lines = run(*words, "-o", tmp_path / "out").out.splitlines()
     assert lines[0] == str(tmp_path / "out")
     assert lines[1:3] == [
         "  nvfp4, dialect compressed-tensors, rule mse",
@@ -115,25 +121,14 @@ def test_a_drawn_result_ends_with_the_digest(tmp_path):
     assert lines[7].startswith("next: fp4convert verify ")
 
 
-RESULT = {
-    "output": "out",
-    "format": "bf16",
-    "dialect": None,
-    "scale_rule": None,
-    "device": "cuda:0",
-    "digest": "d",
-}
-
-
 def test_a_drawn_result_tells_what_it_knows(capsys):
-    counts = {"dequantized": 7, "copied": 4, "skipped": 0}
-    more = {
-        "source_bytes": 9 * 10**9,
-        "output_bytes": 32 * 10**9,
-        "seconds": 100.0,
-        "tensors": counts,
+    result = {
+        **{"output": "out", "format": "bf16", "dialect": None, "scale_rule": None, "digest": "d"},
+        **{"device": "cuda:0", "seconds": 100.0, "bits_per_weight": 4.5},
+        **{"source_bytes": 9 * 10**9, "output_bytes": 32 * 10**9, "adopted_bytes": 8 * 10**9},
+        "tensors": {"dequantized": 7, "copied": 4, "skipped": 0},
     }
-    draw_result(Screen(), {**RESULT, **more, "bits_per_weight": 4.5, "adopted_bytes": 8 * 10**9})
+    draw_result(Screen(), result)
     assert capsys.readouterr().out.splitlines() == [
         "out",
         "  bf16",
@@ -148,21 +143,8 @@ def test_a_drawn_merge_claims_no_reading(tmp_path):
     """Which shards were read again, docs/resume.md says."""
     source, out = write_llama(tmp_path / "source"), tmp_path / "out"
     for index in range(2):
-        assert (
-            run(
-                "quantize",
-                source,
-                "--format",
-                "nvfp4",
-                "-o",
-                out,
-                "--shard-index",
-                index,
-                "--num-shards",
-                2,
-            ).code
-            == 0
-        )
+        part = ("--shard-index", index, "--num-shards", 2)
+        assert run("quantize", source, "--format", "nvfp4", "-o", out, *part).code == 0
     digest = run("merge", out, "--json").json["digest"]
     lines = run("merge", out).out.splitlines()
     assert lines[0] == str(out)
@@ -291,12 +273,8 @@ def test_a_line_of_a_log_is_escaped_and_quiet_says_nothing(capsys, monkeypatch):
 
 def test_a_drawn_artifact_tells_layout_scales_and_health(tmp_path):
     source = write_llama(tmp_path / "source")
-    assert (
-        run(
-            "quantize", source, "--format", "nvfp4", "--scale-rule", "amax", "-o", tmp_path / "out"
-        ).code
-        == 0
-    )
+    amax = ("--format", "nvfp4", "--scale-rule", "amax", "-o", tmp_path / "out")
+    assert run("quantize", source, *amax).code == 0
     assert run("inspect", tmp_path / "out").out.splitlines() == [
         "format          nvfp4: fp4_e2m1 codes, 16 to a block, fp8_e4m3 block scales",
         "dialect         compressed-tensors",
@@ -334,9 +312,8 @@ def test_a_drawn_artifact_tells_only_what_is_its_own(tmp_path):
     assert "elements          16    0    17    1         31   15  all 32" in lines
 
 
-def test_a_drawn_verification_shows_the_worst_tensors_first(tmp_path):
-    source, out = write_llama(tmp_path / "source"), tmp_path / "out"
-    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+def test_a_drawn_verification_shows_the_worst_tensors_first(pair):
+    source, out = pair
     document = run("verify", out, "--source", source, "--json").json
     worst = sorted(document["tensors"], key=lambda entry: entry["sqnr_db"])[:5]
     lines = run("verify", out, "--source", source).out.splitlines()
@@ -373,9 +350,8 @@ def test_a_tensor_that_cannot_be_measured_stands_among_the_worst(tmp_path):
     assert any(line.startswith(names[3]) for line in shown.out.splitlines()[1:6])
 
 
-def test_findings_name_level_code_and_tensor(tmp_path):
-    source, out = write_llama(tmp_path / "source"), tmp_path / "out"
-    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+def test_findings_name_level_code_and_tensor(pair):
+    source, out = pair
     lines = run("verify", out, "--source", source, "--min-sqnr", "21.7").out.splitlines()
     name = f"{LAYER}.self_attn.k_proj.weight"
     told = rf"error sqnr-low: {re.escape(name)}: SQNR .* dB, expected at least 21\.7 dB"
@@ -383,9 +359,8 @@ def test_findings_name_level_code_and_tensor(tmp_path):
     assert lines[-1] == "failed"
 
 
-def test_findings_that_are_alike_are_one_line_with_the_worst(tmp_path):
-    source, out = write_llama(tmp_path / "source"), tmp_path / "out"
-    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+def test_findings_that_are_alike_are_one_line_with_the_worst(pair):
+    source, out = pair
     gated = ("verify", out, "--source", source, "--min-sqnr", "30", "--max-nmse", "0.001")
     lines = run(*gated).out.splitlines()
     found = run(*gated, "--json").json
@@ -397,9 +372,8 @@ def test_findings_that_are_alike_are_one_line_with_the_worst(tmp_path):
     assert len(found["findings"]) == 14
 
 
-def test_a_wrong_source_is_said_first_and_in_a_sentence(tmp_path):
-    source, out = write_llama(tmp_path / "source"), tmp_path / "out"
-    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+def test_a_wrong_source_is_said_first_and_in_a_sentence(pair, tmp_path):
+    source, out = pair
     names = [f"encoder.block.{at}.{part}.weight" for at in range(4) for part in ("q", "wi", "wo")]
     other = write_single(tmp_path / "other", {name: weight(1) for name in names})
     outcome = run("verify", out, "--source", other)
@@ -468,12 +442,8 @@ def test_a_long_name_is_shortened_in_a_table_and_whole_in_json(tmp_path):
     source = write_single(tmp_path / "m", {name: weight()})
     drawn = run("quantize", source, "--format", "nvfp4", "--dry-run")
     assert max(len(line) for line in drawn.out.splitlines()) < 250
-    assert (
-        run("quantize", source, "--format", "nvfp4", "--dry-run", "--json").json["tensors"][0][
-            "name"
-        ]
-        == name
-    )
+    plan = run("quantize", source, "--format", "nvfp4", "--dry-run", "--json").json
+    assert plan["tensors"][0]["name"] == name
 
 
 def test_a_heading_of_two_lines_takes_two_rows(capsys):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -17,27 +16,8 @@ from typer.core import TyperArgument, TyperCommand, TyperOption
 from fp4convert.cli.typer_startup import PlainCommand
 
 TEXTS = (
-    "8",
-    "0",
-    "-8",
-    "+8",
-    " 8",
-    "8 ",
-    "08",
-    "1_0",
-    "8.0",
-    "8.5",
-    ".5",
-    "5.",
-    ".",
-    "1.2.3",
-    "1e3",
-    "inf",
-    "nan",
-    "",
-    "-",
-    "٣",
-    "²",
+    *("8", "0", "-8", "+8", " 8", "8 ", "08", "1_0", "8.0", "8.5", ".5", "5.", "."),
+    *("1.2.3", "1e3", "inf", "nan", "", "-", "٣", "²", "a/b"),
 )
 DIGITS = ("1" * 15, "1" * 16, "1" * 40, "0." + "1" * 15, "1" * 5000)
 OPTIONS: dict[str, Any] = {
@@ -48,10 +28,6 @@ OPTIONS: dict[str, Any] = {
     "int to 7": Annotated[int | None, typer.Option("--x", max=7)],
     "float": Annotated[float | None, typer.Option("--x")],
     "float from 1": Annotated[float | None, typer.Option("--x", min=1)],
-    "path": Annotated[Path | None, typer.Option("--x", readable=False)],
-    "path that exists": Annotated[Path | None, typer.Option("--x", exists=True)],
-    "path that is read": Annotated[Path | None, typer.Option("--x")],
-    "file": Annotated[Path | None, typer.Option("--x", readable=False, dir_okay=False)],
 }
 
 
@@ -76,17 +52,15 @@ def taken(
 
 
 @pytest.mark.parametrize("annotation", OPTIONS.values(), ids=OPTIONS)
-def test_every_word_becomes_what_typer_makes_of_it(annotation: object, tmp_path: Path) -> None:
-    for word in (*TEXTS, *DIGITS, str(tmp_path), __file__, str(tmp_path / "absent")):
+def test_every_word_becomes_what_typer_makes_of_it(annotation: object) -> None:
+    for word in (*TEXTS, *DIGITS):
         assert taken(PlainCommand, annotation, ["--x", word]) == taken(
             TyperCommand, annotation, ["--x", word]
         ), word
     assert taken(PlainCommand, annotation, []) == taken(TyperCommand, annotation, [])
 
 
-@pytest.mark.parametrize(
-    ("kind", "word"), [(int, "8"), (float, "8"), (float, "8.5"), (str, "a"), (Path, "a/b")]
-)
+@pytest.mark.parametrize(("kind", "word"), [(int, "8"), (float, "8"), (float, "8.5"), (str, "a/b")])
 @pytest.mark.parametrize("parameter", [TyperArgument, TyperOption])
 def test_plain_words_are_taken_without_typer(
     parameter: Any, kind: Callable[[str], object], word: str, monkeypatch: pytest.MonkeyPatch
@@ -99,9 +73,7 @@ def test_plain_words_are_taken_without_typer(
         return process(self, ctx, value)
 
     monkeypatch.setattr(parameter, "process_value", told)
-    annotation: Any = Annotated[
-        kind, typer.Option("--x", readable=False) if is_option else typer.Argument(readable=False)
-    ]
+    annotation: Any = Annotated[kind, typer.Option("--x") if is_option else typer.Argument()]
     given = ["--x", word] if is_option else [word]
     assert taken(PlainCommand, annotation, given) == (type(kind(word)), repr(kind(word)))
     assert "x" not in left
@@ -109,19 +81,17 @@ def test_plain_words_are_taken_without_typer(
     assert "x" in left
 
 
-@pytest.mark.parametrize("kind", [str, int, float, Path])
+@pytest.mark.parametrize("kind", [str, int, float])
 def test_words_that_may_be_several(kind: type) -> None:
     annotation: Any = Annotated[list[kind] | None, typer.Option("--x")]  # type: ignore[valid-type]
     for words in ([], ["8"], ["8", "9"], ["8", "-9"], ["8", "x"]):
         given = [part for word in words for part in ("--x", word)]
-        assert taken(PlainCommand, annotation, given) == taken(TyperCommand, annotation, given), (
-            words
-        )
+        plain, usual = (taken(each, annotation, given) for each in (PlainCommand, TyperCommand))
+        assert plain == usual, words
 
 
 @pytest.mark.parametrize(
-    ("kind", "default"),
-    [(int, 16), (float, 1.0), (float, 1), (str, "auto"), (Path, Path("a")), (bool, True)],
+    ("kind", "default"), [(int, 16), (float, 1.0), (float, 1), (str, "auto"), (bool, True)]
 )
 def test_what_is_not_given(kind: type, default: object) -> None:
     annotation: Any = Annotated[kind, typer.Option("--x")]

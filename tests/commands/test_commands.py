@@ -33,8 +33,21 @@ from fp4convert.options.access import AccessOptions
 OPTIONS = {  # command -> its options
     name: command.options for name, command in COMMANDS.items() if name in fp4convert.__all__
 }
-PRUNED = {"output": "OUT", "calibration": "STATS", "keep": 4}
-GENERATED = {"output": "OUT", "self_generate": 4}
+OF_SOURCE = {"source": "SOURCE"}
+PRUNE = (
+    "prune SOURCE -o OUT --calibration STATS --keep 4",
+    {"output": "OUT", "calibration": "STATS", "keep": 4},
+)
+CALIBRATE = (
+    "calibrate SOURCE -o OUT --self-generate 4",
+    {"output": "OUT", "self_generate": 4},
+)
+DEQUANTIZE = ("dequantize ARTIFACT -o OUT", {"output": "OUT"})
+TRANSCODE = (
+    "transcode ARTIFACT -o OUT --dialect quark",
+    {"output": "OUT", "dialect": "quark"},
+)
+COMPARE = ("compare ARTIFACT ARTIFACT --source SOURCE", OF_SOURCE)
 SCREEN = {"json", "quiet", "verbose", "dry_run", "help"}  # what is shown, and how
 LISTENERS = {"tell", "warn", "phases"}  # what Python alone can give
 
@@ -123,73 +136,41 @@ def plain(value: object) -> object:
         return [plain(one) for one in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return (
-        plain(value.checkpoint)
-        if hasattr(value, "checkpoint")
-        else None
-        if isinstance(value, fp4convert.Phases) or callable(value)
-        else value
-    )
+    if hasattr(value, "checkpoint"):
+        return plain(value.checkpoint)
+    return None if isinstance(value, fp4convert.Phases) or callable(value) else value
+
+
+WORK = {  # what a command comes to -> the command line, and the words of the call
+    "conversion.one_checkpoint.Conversion.carry_out": (
+        "quantize SOURCE --format nvfp4",
+        {"format": "nvfp4"},
+    ),
+    "conversion.repacking.dequantize": DEQUANTIZE,
+    "conversion.repacking.transcode": TRANSCODE,
+    "conversion.pruning.prune": PRUNE,
+    "execution.finish.merge": ("merge ARTIFACT", {}),
+    "quality.inspection.inspect": ("inspect ARTIFACT", {}),
+    "quality.verification.verify_judged": ("verify ARTIFACT", {}),
+    "quality.comparison.compare": COMPARE,
+    "quality.analysis.analyze": ("analyze SOURCE", {}),
+    "calibration.run.calibrate": CALIBRATE,
+    "checkpoint.artifact.open_quantized": DEQUANTIZE,
+    "checkpoint.artifact.open_artifact": TRANSCODE,
+    "checkpoint.whole_model.open_model": PRUNE,
+    "commands.quality.open_artifact": ("inspect ARTIFACT", {}),
+    "commands.quality.open_original": ("inspect ARTIFACT --source SOURCE", OF_SOURCE),
+    "commands.quality.open_model": ("analyze SOURCE", {}),
+    "commands.calibration.open_model": CALIBRATE,
+}
 
 
 @pytest.mark.parametrize(
     ("work", "command", "words"),
     [
-        (
-            "conversion.one_checkpoint.Conversion.carry_out",
-            "quantize SOURCE --format nvfp4",
-            {"format": "nvfp4"},
-        ),
-        ("conversion.repacking.dequantize", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
-        (
-            "conversion.repacking.transcode",
-            "transcode ARTIFACT -o OUT --dialect quark",
-            {"output": "OUT", "dialect": "quark"},
-        ),
-        (
-            "conversion.pruning.prune",
-            "prune SOURCE -o OUT --calibration STATS --keep 4",
-            PRUNED,
-        ),
-        ("execution.finish.merge", "merge ARTIFACT", {}),
-        ("quality.inspection.inspect", "inspect ARTIFACT", {}),
-        ("quality.verification.verify_judged", "verify ARTIFACT", {}),
-        (
-            "quality.comparison.compare",
-            "compare ARTIFACT ARTIFACT --source SOURCE",
-            {"source": "SOURCE"},
-        ),
-        ("quality.analysis.analyze", "analyze SOURCE", {}),
-        ("calibration.run.calibrate", "calibrate SOURCE -o OUT --self-generate 4", GENERATED),
-        ("checkpoint.artifact.open_quantized", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
-        (
-            "checkpoint.artifact.open_artifact",
-            "transcode ARTIFACT -o OUT --dialect quark",
-            {"output": "OUT", "dialect": "quark"},
-        ),
-        (
-            "checkpoint.whole_model.open_model",
-            "prune SOURCE -o OUT --calibration STATS --keep 4",
-            PRUNED,
-        ),
-        ("commands.quality.open_artifact", "inspect ARTIFACT", {}),
-        (
-            "commands.quality.open_original",
-            "inspect ARTIFACT --source SOURCE",
-            {"source": "SOURCE"},
-        ),
+        *((work, *asked) for work, asked in WORK.items()),
         ("commands.quality.open_artifact", "verify ARTIFACT", {}),
-        (
-            "commands.quality.open_artifact",
-            "compare ARTIFACT ARTIFACT --source SOURCE",
-            {"source": "SOURCE"},
-        ),
-        ("commands.analysis.open_model", "analyze SOURCE", {}),
-        (
-            "commands.calibration.open_model",
-            "calibrate SOURCE -o OUT --self-generate 4",
-            GENERATED,
-        ),
+        ("commands.quality.open_artifact", *COMPARE),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -205,12 +186,8 @@ def test_what_is_not_said_is_what_the_command_line_does_not_say(
         calibrated(source)
     else:
         fp4convert.quantize(source, format="mxfp4", output="artifact")
-    places = {
-        "SOURCE": str(source),
-        "ARTIFACT": "artifact",
-        "OUT": "out",
-        "STATS": "calibration.safetensors",
-    }
+    places = {"SOURCE": str(source), "ARTIFACT": "artifact", "OUT": "out"}
+    places["STATS"] = "calibration.safetensors"
 
     def stop(*arguments: object) -> None:
         raise StoppedError(plain(arguments))
@@ -228,49 +205,31 @@ def test_what_is_not_said_is_what_the_command_line_does_not_say(
 
 
 @pytest.mark.parametrize(
-    ("words", "options"),
+    "words",
     [
-        ({"dialect": "modelopt", "scale_rule": "amax", "activations": 4, "input_scale": 0.5}, None),
-        ({"exclude": f"{LAYER}.mlp.*", "kv_cache": "fp8"}, None),
-        ({"exclude": [f"{LAYER}.mlp.*", "re:.*o_proj"], "workers": 1, "device": "cpu"}, None),
-        ({"target_bits": 6.0}, None),
-        ({"via": "fp8", "exclude": "*o_proj", "scale_rule": "amax"}, None),
+        {"dialect": "modelopt", "scale_rule": "amax", "activations": 4, "input_scale": 0.5},
+        {"exclude": f"{LAYER}.mlp.*", "kv_cache": "fp8"},
+        {"exclude": [f"{LAYER}.mlp.*", "re:.*o_proj"], "workers": 1, "device": "cpu"},
+        {"target_bits": 6.0},
+        {"via": "fp8", "exclude": "*o_proj", "scale_rule": "amax"},
     ],
 )
-def test_every_word_does_what_its_option_does(words, options, source, tmp_path):
-    options = []
+def test_every_word_does_what_its_option_does(words, source, tmp_path):
+    asked = ["quantize", source, "--format", "nvfp4", "--json"]
     for word, value in words.items():
         for one in value if isinstance(value, list) else [value]:
-            options += [f"--{word.replace('_', '-')}", *([] if one is True else [str(one)])]
+            asked += [f"--{word.replace('_', '-')}", str(one)]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        planned = fp4convert.preview_quantize(
-            str(source), format="nvfp4", output=tmp_path / "api", **words
-        )
-        made = fp4convert.quantize(
-            str(source), format="nvfp4", output=str(tmp_path / "api"), **words
-        )
-    outcome = run(
-        "quantize", source, "--format", "nvfp4", "-o", tmp_path / "cli", *options, "--json"
-    )
+        words = {**words, "format": "nvfp4", "output": str(tmp_path / "api")}
+        planned = fp4convert.preview_quantize(str(source), **words)
+        made = fp4convert.quantize(str(source), **words)
+    outcome = run(*asked, "-o", tmp_path / "cli")
     assert made.digest == outcome.json["digest"]
-    told = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "-o",
-        tmp_path / "dry",
-        *options,
-        "--dry-run",
-        "--json",
-    ).json
+    told = run(*asked, "-o", tmp_path / "dry", "--dry-run").json
     assert json.loads(json.dumps(planned["tensors"])) == told["tensors"]
-    said = [
-        line.removeprefix("warning: ")
-        for line in outcome.err.splitlines()
-        if line.startswith("warning: ")
-    ]
+    lines, label = outcome.err.splitlines(), "warning: "
+    said = [line.removeprefix(label) for line in lines if line.startswith(label)]
     assert [str(one.message) for one in warned] == said
 
 
@@ -285,10 +244,8 @@ def test_a_whole_round_from_python_is_that_of_the_command_line(source, tmp_path)
     made, other = tmp_path / "q", tmp_path / "other"
     fp4convert.quantize(source, format="mxfp4", output=made)
     described = fp4convert.inspect(made, source=source, full=True)
-    assert (
-        json.loads(json.dumps(described))
-        == run("inspect", made, "--source", source, "--full", "--json").json
-    )
+    shown = run("inspect", made, "--source", source, "--full", "--json").json
+    assert json.loads(json.dumps(described)) == shown
     report = fp4convert.verify(made, source=source, min_sqnr=10, max_nmse=0.1)
     assert report.passed
     shown = run(
@@ -318,22 +275,12 @@ def test_parts_and_merge(source, tmp_path):
 
 def test_analysis_and_calibration_files(source, tmp_path):
     calibrate(tmp_path / "c.safetensors", source, "diag")
-    study = fp4convert.analyze(
-        source, calibration=tmp_path / "c.safetensors", sample=0.001, exclude="*.mlp.*"
-    )
-    shown = run(
-        "analyze",
-        source,
-        "--calibration",
-        tmp_path / "c.safetensors",
-        "--sample",
-        0.001,
-        "--exclude",
-        "*.mlp.*",
-        "--json",
-    )
+    file = tmp_path / "c.safetensors"
+    study = fp4convert.analyze(source, calibration=file, sample=0.001, exclude="*.mlp.*")
+    words = ("--calibration", file, "--sample", 0.001, "--exclude", "*.mlp.*", "--json")
+    shown = run("analyze", source, *words)
     assert json.loads(json.dumps(study)) == shown.json
-    weighed = {"scale_rule": "importance", "calibration": tmp_path / "c.safetensors"}
+    weighed = {"scale_rule": "importance", "calibration": file}
     made = fp4convert.quantize(source, format="nvfp4", output=tmp_path / "q", **weighed)
     assert made.scale_rule == "importance"
 
@@ -367,57 +314,6 @@ def test_doubts_are_pythons_warnings_where_the_caller_stands(name, source, tmp_p
     assert {one.filename for one in doubts} == {__file__}
 
 
-@pytest.mark.parametrize(
-    ("kind", "code", "call"),
-    [
-        (
-            fp4convert.InputError,
-            "unknown-format",
-            lambda source, out: fp4convert.quantize(source, format="int4", output=out),
-        ),
-        (fp4convert.InputError, "not-an-artifact", lambda source, out: fp4convert.inspect(source)),
-        (
-            fp4convert.InputError,
-            "no-source",
-            lambda source, out: fp4convert.verify(made(source, out), min_sqnr=20),
-        ),
-        (fp4convert.InputError, "no-plan", lambda source, out: fp4convert.merge(source)),
-        (fp4convert.InputError, "no-text", fp4convert.calibrate),
-        (
-            fp4convert.InputError,
-            "no-source",
-            lambda source, out: fp4convert.quantize("", format="nvfp4", output=out),
-        ),
-        (
-            fp4convert.InputError,
-            "usage",
-            lambda source, out: fp4convert.quantize(source, format="nvfp4", output=out, workers=-1),
-        ),
-        (
-            fp4convert.InputError,
-            "usage",
-            lambda source, out: fp4convert.inspect("org/name", memory=float("nan")),
-        ),
-        (
-            fp4convert.OutputError,
-            "foreign-output",
-            lambda source, out: fp4convert.quantize(source, format="nvfp4", output=filled(out)),
-        ),
-        (
-            fp4convert.DeviceError,
-            "no-device",
-            lambda source, out: fp4convert.quantize(source, format="nvfp4", device="cuda:9"),
-        ),
-    ],
-)
-def test_errors_are_classes_with_a_code(kind, code, call, source, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(kind) as caught:
-        call(source, tmp_path / "out")
-    assert isinstance(caught.value, fp4convert.Fp4Error)
-    assert caught.value.code == code
-
-
 def made(source: Path, out: Path) -> Path:
     fp4convert.quantize(source, format="nvfp4", output=out)
     return out
@@ -427,6 +323,39 @@ def filled(out: Path) -> Path:
     out.mkdir()
     (out / "notes.txt").write_text("mine")
     return out
+
+
+def quantized(source: Path | str, output: Path, **words: object) -> object:
+    return fp4convert.quantize(source, **{"format": "nvfp4", "output": output, **words})
+
+
+ERRORS = {  # class and code -> calls
+    ("InputError", "unknown-format"): [lambda m, out: quantized(m, out, format="int4")],
+    ("InputError", "not-an-artifact"): [lambda m, out: fp4convert.inspect(m)],
+    ("InputError", "no-source"): [
+        lambda m, out: fp4convert.verify(made(m, out), min_sqnr=20),
+        lambda m, out: quantized("", out),
+    ],
+    ("InputError", "no-plan"): [lambda m, out: fp4convert.merge(m)],
+    ("InputError", "no-text"): [fp4convert.calibrate],
+    ("InputError", "usage"): [
+        lambda m, out: quantized(m, out, workers=-1),
+        lambda m, out: fp4convert.inspect("org/name", memory=float("nan")),
+    ],
+    ("OutputError", "foreign-output"): [lambda m, out: quantized(m, filled(out))],
+    ("DeviceError", "no-device"): [lambda m, out: quantized(m, out, device="cuda:9")],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "call"), [(*known, call) for known, calls in ERRORS.items() for call in calls]
+)
+def test_errors_are_classes_with_a_code(kind, code, call, source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(getattr(fp4convert, kind)) as caught:
+        call(source, tmp_path / "out")
+    assert isinstance(caught.value, fp4convert.Fp4Error)
+    assert caught.value.code == code
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -503,10 +432,7 @@ def test_callers_are_type_checked(type_checked):
 def test_a_type_checker_follows_an_option_to_the_kernel(type_checked):
     """From what a command calls to the backend: `scale_rule` is never Any on its way."""
     revealed = re.findall(r'Revealed type is "(.*)"', type_checked)
-    assert [kind.replace("builtins.", "") for kind in revealed[1:5]] == [
-        *["str | None"] * 3,
-        "str",
-    ]
+    assert [kind.replace("builtins.", "") for kind in revealed[1:5]] == [*["str | None"] * 3, "str"]
     assert "QuantizeOptions" in revealed[0]
     taken = [kind.partition("->")[0] for kind in revealed]  # what comes back is a document
     assert len(taken) == 6

@@ -164,26 +164,15 @@ def test_what_was_changed_is_named(where, source, tmp_path):
     assert found["reproduced"] is False
     if where == "record":
         assert (found["differing"], found["record"]) == ([], ["scale_rule"])
+        told = " ".join(run("reproduce", artifact, "--source", own).out.split())
+        assert "NOT reproduced: the record differs" in told
+        assert "of the record differ: scale_rule" in told
         return
     (entry,) = found["differing"]
-    file = "config.json" if where == "config" else shard.name
-    assert entry["file"] == file
+    assert entry["file"] == ("config.json" if where == "config" else shard.name)
+    assert (entry["tensor"] is None) is (where == "config")
     if where == "artifact":
         assert entry["tensor"] == f"{name}.weight_packed"
-    if where == "config":
-        assert entry["tensor"] is None
-    else:
-        assert entry["tensor"]
-
-
-def test_one_with_an_adapter_is_reproduced_with_it(tmp_path):
-    source = make_llama(tmp_path / "source")
-    config = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
-    adapter = write_adapter(source, tmp_path / "lora", config)
-    artifact = made(source, tmp_path / "out", "--format", "nvfp4", "--lora", adapter)
-    words = ("reproduce", artifact, "--source", source, "--json")
-    assert run(*words, "--lora", adapter).json["reproduced"] is True
-    assert run(*words).json["error"]["code"] == "reproduce-file"
 
 
 @pytest.mark.parametrize("files", [{"a.safetensors": []}, {"a.safetensors": None}, [], "x", {}])
@@ -372,14 +361,17 @@ def test_a_folder_that_gives_other_scales_is_refused_and_a_copy_is_not(source, t
         assert f"{option} {wrong} is not the one that was used" in error["message"]
 
 
-def test_another_adapter_is_refused(tmp_path):
+def test_one_with_an_adapter_is_reproduced_with_it_and_with_no_other(tmp_path):
     source = make_llama(tmp_path / "source")
     config = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
     adapters = [write_adapter(source, tmp_path / f"lora{n}", config, seed=n) for n in range(2)]
     artifact = made(source, tmp_path / "out", "--format", "nvfp4", "--lora", adapters[0])
-    words = ("reproduce", artifact, "--source", source, "--json", "--lora")
-    assert run(*words, shutil.copytree(adapters[0], tmp_path / "copy")).json["reproduced"] is True
-    error = run(*words, adapters[1]).json["error"]
+    words = ("reproduce", artifact, "--source", source, "--json")
+    copy = shutil.copytree(adapters[0], tmp_path / "copy")
+    for adapter in (adapters[0], copy):
+        assert run(*words, "--lora", adapter).json["reproduced"] is True
+    assert run(*words).json["error"]["code"] == "reproduce-file"
+    error = run(*words, "--lora", adapters[1]).json["error"]
     assert error["code"] == "reproduce-file"
     assert f"--lora {adapters[1]} is not the one that was used" in error["message"]
 

@@ -109,26 +109,13 @@ def files(tmp_path_factory):
     toml = folder / "own.toml"
     toml.write_text(TOML)
     made = {}
-    for name, more in (
-        ("scales", ()),
-        ("inputs", ("--activations", "4", "--input-scale", "0.25")),
-    ):
+    for name, more in (("scales", ()), ("inputs", ("--activations", "4", "--input-scale", "0.25"))):
         made[name] = folder / name
         words = ("--format", "nvfp4", "--scale-rule", "amax", *more)
         assert run("quantize", llama, *words, "-o", made[name], "-q").code == 0
     numbers = folder / "numbers.json"
     numbers.write_text(json.dumps(dict.fromkeys(linears_of(llama), 2.0**-9)))
-    words = (
-        "quantize",
-        llama,
-        "--format",
-        "nvfp4",
-        "--dry-run",
-        "--json",
-        "-o",
-        folder.parent / "no",
-    )
-    size = run(*words).json["output_bytes"] * 1.05 / 1e9
+    size = planned(llama)["output_bytes"] * 1.05 / 1e9
     stacks = {
         f"{LAYER}.gate_up_proj": ("BF16", (2, 64, 64), bf16(2, 64, 64)),
         f"{LAYER}.down_proj": ("BF16", (2, 64, 64), bf16(2, 64, 64, seed=1)),
@@ -152,19 +139,13 @@ def files(tmp_path_factory):
     }
 
 
-def linears_of(folder: Path) -> list[str]:
+def planned(source: Path) -> dict:
+    return run("quantize", source, "--format", "nvfp4", "--dry-run", "--json").json
+
+
+def linears_of(source: Path) -> list[str]:
     """The modules that become four-bit, by the plan."""
-    words = (
-        "quantize",
-        folder,
-        "--format",
-        "nvfp4",
-        "--dry-run",
-        "--json",
-        "-o",
-        folder.parent / "no",
-    )
-    tensors = run(*words).json["tensors"]
+    tensors = planned(source)["tensors"]
     return [one["name"].removesuffix(".weight") for one in tensors if one["action"] == "quantize"]
 
 
@@ -230,16 +211,8 @@ def test_options_two_by_two_are_in_the_record(source, files, tmp_path):
             if option in given and Path(given[option]).exists()
             for word in (option, given[option])
         ]
-        again = (
-            "reproduce",
-            alone,
-            "--source",
-            files[source],
-            *again,
-            "--json",
-            *HOW[1 - number % 2],
-        )
-        outcome = run(*again)
+        again += ["--source", files[source], "--json", *HOW[1 - number % 2]]
+        outcome = run("reproduce", alone, *again)
         assert outcome.code == 0, (names, outcome)
         assert outcome.json["reproduced"] is True
         shutil.rmtree(out)

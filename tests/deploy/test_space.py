@@ -33,16 +33,8 @@ PYTHON = Path(os.environ.get("SPACE_PYTHON", ROOT / ".venv-space" / "bin" / "pyt
 PICTURES = os.environ.get("SPACE_PICTURES")  # a folder where the page as it ends is kept
 CARD = b"---\nlicense: mit\n---\n# Theirs\n<script>alert(8)</script> <img src=x onerror=alert(9)>\n"
 NO_REPOSITORIES = (
-    "m",
-    "/etc",
-    "/etc/ssl",
-    "../m",
-    "a/..",
-    "a/../b",
-    "./m",
-    "~/m",
-    "a/b/c",
-    "a/b\n",
+    *("m", "/etc", "/etc/ssl", "../m", "./m", "~/m"),
+    *("a/..", "a/../b", "a/b/c", "a/b\n"),
 )
 ALERT = "window.alert = text => { window.alerted = String(text) }"
 

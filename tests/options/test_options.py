@@ -53,11 +53,8 @@ def test_documents_have_the_legal_word(tmp_path):
     source = write_llama(tmp_path / "M")
     words = ("--format", "NVFP4", "--dialect", "Compressed_Tensors", "--method", "RTN")
     plan = run("quantize", source, *words, "--dry-run", "--json").json
-    assert (plan["format"], plan["dialect"], plan["method"]) == (
-        "nvfp4",
-        "compressed-tensors",
-        "rtn",
-    )
+    told = [plan[key] for key in ("format", "dialect", "method")]
+    assert told == ["nvfp4", "compressed-tensors", "rtn"]
 
 
 @pytest.mark.parametrize(
