@@ -7,14 +7,14 @@ here, and the slots of a stem say whose rows they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from fp4convert.checkpoint.dialects.stacks import alternate, take_rows
 from fp4convert.checkpoint.encodings.base import Linear, scales_not_finite
 from fp4convert.errors import NumericError
-from fp4convert.makers.maker import Fact, Parts, Tools, UnsoundShardError
+from fp4convert.makers.maker import Fact, Maker, Parts, Tools, UnsoundShardError
 from fp4convert.makers.spelling import Spelling
 from fp4convert.makers.unit import Stem, Unit, refs_of
 from fp4convert.numerics.formats import Format
@@ -31,7 +31,8 @@ from fp4convert.storage.safetensors import TensorRef
 E4M3_NAN = 0x7F  # without the sign
 
 
-class Carried(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Carried(Maker):
     """Stems whose modules are blocks already.
 
     linears  by their modules, those of all stems
@@ -51,10 +52,6 @@ class Carried(NamedTuple):
     def measures(self) -> tuple[TensorRef, ...]:
         return tuple([ref for group in self.groups for linear in group for ref in linear.refs])
 
-    @property
-    def held_nbytes(self) -> int:
-        return 0
-
     def exponents(self) -> dict[str, int]:
         """Find k of the global scale 2^k of each module that is cast.
 
@@ -69,10 +66,6 @@ class Carried(NamedTuple):
                 largest = max(largest, *map(largest_exponent, panels))
             found |= dict.fromkeys([linear.module for linear in group], global_exponent(largest))
         return found
-
-    @property
-    def pauses(self) -> bool:
-        return False
 
     def parts(self, tools: Tools) -> Parts:
         try:

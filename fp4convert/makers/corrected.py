@@ -10,14 +10,13 @@ same bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.corrected import Residual, corrected, residual_of
-from fp4convert.makers.maker import Parts, Tools
+from fp4convert.makers.maker import Maker, Parts, Tools
 from fp4convert.makers.methods.choice import method_for
 from fp4convert.makers.methods.method import Group, Method
 from fp4convert.makers.methods.protected import PANEL_NBYTES
@@ -39,7 +38,8 @@ CALLER_NBYTES = PANEL_NBYTES * READ_ELEMENTS
 f32 = np.float32
 
 
-class Corrected(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Corrected(Maker):
     """One matrix, which has a global scale to itself."""
 
     stem: Stem
@@ -53,16 +53,8 @@ class Corrected(NamedTuple):
         return self.linear.refs
 
     @property
-    def measures(self) -> tuple[TensorRef, ...]:
-        return ()
-
-    @property
     def held_nbytes(self) -> int:
         return self.linear.nbytes
-
-    @property
-    def pauses(self) -> bool:
-        return False
 
     def parts(self, tools: Tools) -> Parts:
         linear, table = self.linear, self.spelling.spoken.TRAITS.correction

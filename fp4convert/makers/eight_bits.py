@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from fp4convert.checkpoint.dialects.tables import Part, encode_int4
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of, room_for
 from fp4convert.checkpoint.encodings.fp8 import as_stored, block_of, decode_scales
-from fp4convert.makers.maker import Fact, Parts, Tools
+from fp4convert.makers.maker import Fact, Maker, Parts, Tools
 from fp4convert.makers.methods.protected import low_ranks_of, measure
 from fp4convert.makers.spelling import NO_BYTES, Losses, Spelling, naming, reach_over
 from fp4convert.makers.unit import Stem, Unit, fold_refs
@@ -23,7 +23,8 @@ Panel = tuple[memoryview, memoryview]
 """Codes of whole rows, and scales as they are stored; either may be empty."""
 
 
-class Eight(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Eight(Maker):
     """One matrix.
 
     rule  chooses the scales; None: codes and scales stay
@@ -39,16 +40,8 @@ class Eight(NamedTuple):
         return (*self.linear.refs, *fold_refs((self.linear,)))
 
     @property
-    def measures(self) -> tuple[TensorRef, ...]:
-        return ()
-
-    @property
     def held_nbytes(self) -> int:
         return self.linear.nbytes if self.rule else 0
-
-    @property
-    def pauses(self) -> bool:
-        return False
 
     def parts(self, tools: Tools) -> Parts:
         linear, form = self.linear, self.spelling.form

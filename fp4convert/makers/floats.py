@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from fp4convert.checkpoint.encodings.base import (
 from fp4convert.checkpoint.encodings.fp8 import E8M0_DTYPES, decode_scales
 from fp4convert.errors import NumericError
 from fp4convert.makers.carried import sound_blocks
-from fp4convert.makers.maker import Parts, Tools, UnsoundShardError
+from fp4convert.makers.maker import Maker, Parts, Tools, UnsoundShardError
 from fp4convert.makers.unit import fold_refs, refs_of
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_floats, check_largest
@@ -38,7 +38,8 @@ from fp4convert.storage.source import Source
 OTHER_DTYPE = "Choose another --keep-dtype."
 
 
-class Floats(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Floats(Maker):
     """A linear layer, a vector as one row, or a stack.
 
     slots         whose rows the tensor holds; none for the one linear layer
@@ -59,18 +60,6 @@ class Floats(NamedTuple):
     @property
     def reads(self) -> tuple[TensorRef, ...]:
         return (*refs_of(self.linears), *fold_refs(self.linears))
-
-    @property
-    def measures(self) -> tuple[TensorRef, ...]:
-        return ()
-
-    @property
-    def held_nbytes(self) -> int:
-        return 0
-
-    @property
-    def pauses(self) -> bool:
-        return False
 
     def parts(self, tools: Tools) -> Parts:
         name = self.spec.name

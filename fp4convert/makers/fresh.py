@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
 
 from fp4convert.checkpoint.dialects.tables import Part
 from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.floats import measured_whole
-from fp4convert.makers.maker import PAUSE, Fact, Parts, Tools
+from fp4convert.makers.maker import PAUSE, Fact, Maker, Parts, Tools
 from fp4convert.makers.methods.choice import method_for
 from fp4convert.makers.methods.method import Group, Method, Under
 from fp4convert.makers.spelling import Losses, Spelling, naming, reach_over
@@ -29,7 +29,8 @@ from fp4convert.storage.safetensors import TensorRef
 SLACK = 1e-6  # of an amax that was found from a rounded reciprocal
 
 
-class Fresh(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Fresh(Maker):
     """Members of a scale group in one shard.
 
     linears   whose values become those stems, one each

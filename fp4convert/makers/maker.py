@@ -56,24 +56,29 @@ class Maker(Protocol):
     """Makes the bytes of one scale group in a shard, one stack or one tensor.
 
     The repr of a maker is its part of the key of its task: equal reprs promise equal bytes. A field
-    that has no repr (an open artifact, the factors of an adapter) needs a hash beside it.
+    that has no repr (an open artifact, the factors of an adapter) needs a hash beside it. Most
+    makers read each tensor once: that is what the defaults say.
     """
 
     @property
     def reads(self) -> tuple[TensorRef, ...]:
         """List the tensors whose bytes go into the result, of any shard."""
+        return ()
 
     @property
     def measures(self) -> tuple[TensorRef, ...]:
         """List the tensors that are read for scales alone, of any shard."""
+        return ()
 
     @property
     def held_nbytes(self) -> int:
         """Count the bytes of the source that are read more than once together."""
+        return 0
 
     @property
     def pauses(self) -> bool:
         """Tell whether parts yields PAUSE, behind scalars."""
+        return False
 
     def parts(self, tools: Tools) -> Parts:
         """Yield bytes to append to the output of a name; return the facts.

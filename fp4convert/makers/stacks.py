@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from fp4convert.checkpoint.dialects.stacks import InterleavedWeights
 from fp4convert.checkpoint.encodings.base import Linear, room_for
-from fp4convert.makers.maker import Parts, Tools
+from fp4convert.makers.maker import Maker, Parts, Tools
 from fp4convert.makers.methods.choice import method_for
 from fp4convert.makers.methods.method import Group, Method
 from fp4convert.makers.spelling import Losses, Spelling, naming, reach_over
@@ -21,7 +21,8 @@ from fp4convert.numerics.matrices import Quantized
 from fp4convert.storage.safetensors import TensorRef
 
 
-class Stacked(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Stacked(Maker):
     """One stack, whose experts may lie in other shards."""
 
     stem: Stem
@@ -34,16 +35,8 @@ class Stacked(NamedTuple):
         return (*refs_of(self.linears), *fold_refs(self.linears))
 
     @property
-    def measures(self) -> tuple[TensorRef, ...]:
-        return ()
-
-    @property
     def held_nbytes(self) -> int:
         return sum([linear.nbytes for linear in self.linears]) // max(1, len(self.stem.slots))
-
-    @property
-    def pauses(self) -> bool:
-        return False
 
     def parts(self, tools: Tools) -> Parts:
         losses = Losses(self.stem.name, self.linears, self.spelling.form)
