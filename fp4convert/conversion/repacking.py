@@ -58,17 +58,17 @@ from fp4convert.numerics.formats import (
 )
 from fp4convert.numerics.matrices import row_panels
 from fp4convert.options.rewriting import TranscodeOptions
-from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.gguf_template import PLACELESS, Framed, name_replaced, place_modules
-from fp4convert.planning.kept_forms import held_form, unheld
+from fp4convert.planning.kept_dtype import held_form, unheld
 from fp4convert.planning.kv_cache_scales import carry_cache
 from fp4convert.planning.plan import Plan
 from fp4convert.planning.repack_plan import (
-    Contents,
+    Transcoding,
     plan_dequantize,
     plan_transcode,
     refuse_other_matrices,
 )
+from fp4convert.planning.steps import refuse_forgotten
 from fp4convert.quality.scale_checks import (
     are_equal,
     check_other_scales,
@@ -276,7 +276,7 @@ def _activations(artifact: Artifact, fmt: Format, made: Format | None) -> int:
     return max((form.activations for form in artifact.forms if form.format is fmt), default=16)
 
 
-def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Contents:
+def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Transcoding:
     """Find the form of every quantized module in the target's dialect.
 
     Raises  ChoiceError for a module that it cannot hold, or not beside the others
@@ -295,7 +295,7 @@ def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Con
         form = module_form(target._replace(activations=bits), fmt.name)
         forms |= {module: form for module, own in becoming.items() if own is fmt}
     if traits.container == "gguf" and four:  # which has no place for them: they become floats
-        return Contents(artifact, others, forms)
+        return Transcoding(artifact, others, forms)
     eight = {packed.form.format for packed in artifact.others.values()}
     eight |= {one.coding.format for one in unrecorded.values() if one.coding.format}
     for module, linear in others.items():
@@ -305,7 +305,7 @@ def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Con
         if own is None:
             raise unheld(linear, target, step, four | eight)
         forms[module] = own
-    return Contents(artifact, others, forms)
+    return Transcoding(artifact, others, forms)
 
 
 def _check_unit_scales(artifact: Artifact, donor: Source) -> None:

@@ -11,7 +11,7 @@ from fp4convert.errors import CORRUPT, NumericError, OutputError, SourceError
 from fp4convert.execution.fill import Making, TaskWriter
 from fp4convert.execution.settings import Settings
 from fp4convert.makers.maker import Fact, Tools, UnsoundShardError
-from fp4convert.planning.steps import Task, Work
+from fp4convert.planning.steps import MakerSteps, Task
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class Crew:
             raise OutputError("stopped", "shards were not finished")
 
     def fill(
-        self, works: Sequence[Work], writer: TaskWriter, has_two_passes: bool = False
+        self, works: Sequence[MakerSteps], writer: TaskWriter, has_two_passes: bool = False
     ) -> tuple[Fact, ...]:
         """Have makers fill a shard, and hash it as it grows; return the facts.
 
@@ -190,11 +190,11 @@ def _unsound_in(future: Future[None]) -> list[NumericError]:
     return []
 
 
-def _place_in_source(work: Work) -> int:
+def _place_in_source(work: MakerSteps) -> int:
     return min([step.refs[0].start if step.refs else 0 for step in work.steps])
 
 
-def _place_in_result(work: Work) -> int:
+def _place_in_result(work: MakerSteps) -> int:
     """Return the place of the largest output of a first step in its file."""
     return min([max(step.outputs, key=lambda ref: ref.nbytes).start for step in work.steps])
 

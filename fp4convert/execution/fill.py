@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fp4convert.makers.maker import PAUSE, Fact, Tools
-from fp4convert.planning.steps import Task, Work
+from fp4convert.planning.steps import MakerSteps, Task
 from fp4convert.storage.shard_writer import ShardWriter
 
 
@@ -47,7 +47,7 @@ class Making:
     facts  its return value; nothing before its end
     """
 
-    def __init__(self, work: Work, tools: Tools, writer: TaskWriter) -> None:
+    def __init__(self, work: MakerSteps, tools: Tools, writer: TaskWriter) -> None:
         self.work = work
         self.facts: tuple[Fact, ...] = ()
         self._parts = work.maker.parts(tools)

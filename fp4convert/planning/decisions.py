@@ -13,7 +13,7 @@ from fp4convert.checkpoint.encodings.base import Linear, is_fp8
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, INT4, MXFP4, NVFP4, Format, format_named
-from fp4convert.planning.kept_dtype import expanded_spec, word_of
+from fp4convert.planning.kept_dtype import expanded_spec, held_form, unheld, word_of
 from fp4convert.planning.steps import Action, Task
 from fp4convert.progress import count_text
 from fp4convert.recipes.draft_layers import find_differing, is_draft_head
@@ -118,7 +118,6 @@ class _Judge(NamedTuple):
     doubtful: Collection[str]
 
     def verdict(self, linear: Linear) -> Verdict:
-
         if reason := self._reason_to_keep(linear):
             return self._stays(linear, "copy", reason)
         rows, columns = linear.shape
@@ -138,8 +137,6 @@ class _Judge(NamedTuple):
         is_shared = fmt.has_global_scale and form.rank is None
         group = self.groups.get(linear.module) if is_shared else None
         is_same = fmt.is_fp8 and linear.coding.format is fmt
-        from fp4convert.planning.kept_forms import held_form
-
         if is_same and (own := held_form(linear, self.recipe.target)):
             return Verdict(
                 linear,
@@ -182,8 +179,6 @@ class _Judge(NamedTuple):
             became = f"{word} becomes {word_of(spec.dtype)}{change}"
             return Verdict(linear, "dequantize", f"{reason}; {became}")
         beside = (form_of(self.recipe.target).format,)
-        from fp4convert.planning.kept_forms import held_form, unheld
-
         form = held_form(linear, self.recipe.target, beside)
         if form is None and (cast := self._cast_draft(linear)):
             return cast._replace(reason=f"{reason}; {cast.reason}")

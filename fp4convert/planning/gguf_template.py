@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot, StridedRows, places_of
 from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_floats
@@ -33,7 +34,6 @@ from fp4convert.storage.source import Source
 
 COMPARED_ROWS = 24  # of every module, and the last
 KEPT_LIMIT = 1e-3  # of the power of what is not quantized; a cast to fp16 or bf16 leaves far less
-MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
 PLACELESS = "the GGUF file has no place for it"
 NMSE_LIMIT = 0.1  # four-bit weights are about 0.01 from their own, and about 2 from any others
 OTHER_WEIGHTS = (

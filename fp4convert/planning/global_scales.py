@@ -38,7 +38,7 @@ NOT_QUANTIZED = frozenset({"no-weights", "not-an-artifact"})  # of files and che
 MEASURE = "Leave it out: global scales are then measured."
 
 
-class Stored(NamedTuple):
+class StoredScale(NamedTuple):
     """A global scale as a file has it: a float32, and how it is meant."""
 
     number: float
@@ -61,7 +61,7 @@ class GlobalScales(NamedTuple):
 
     origin: str
     modules: Collection[str]
-    find: Callable[[str], Stored]
+    find: Callable[[str], StoredScale]
     shapes: Mapping[str, tuple[int, int]]
     source: Source | None = None
 
@@ -84,15 +84,15 @@ def open_global_scales(reference: str, fmt: Format, target: Target) -> GlobalSca
         )
     if reference.endswith(".json") and os.path.isfile(reference):
         numbers = _json_numbers(reference)
-        return GlobalScales(origin, numbers, lambda module: Stored(numbers[module]), {})
+        return GlobalScales(origin, numbers, lambda module: StoredScale(numbers[module]), {})
     if reference.endswith(".safetensors") and os.path.isfile(reference):
         source = open_source(reference)
         refs = {ref.name: ref for ref in source.checkpoint.tensors}
         if all(ref.dtype == "F32" and ref.elements == 1 for ref in refs.values()):
 
             @cache
-            def read(module: str) -> Stored:
-                return Stored(decode_scalar(source.read_range(refs[module], 0, 4)))
+            def read(module: str) -> StoredScale:
+                return StoredScale(decode_scalar(source.read_range(refs[module], 0, 4)))
 
             return GlobalScales(origin, refs, read, {}, source)
     try:
@@ -170,9 +170,11 @@ def _scales_of_artifact(artifact: Artifact, origin: str) -> GlobalScales:
     }
 
     @cache  # a plan is made again for every size that --target-size tries
-    def read(module: str) -> Stored:
+    def read(module: str) -> StoredScale:
         blocks = artifact.decode(module)
-        return Stored(math.nan if blocks.global_scale is None else blocks.global_scale, blocks.kind)
+        return StoredScale(
+            math.nan if blocks.global_scale is None else blocks.global_scale, blocks.kind
+        )
 
     return GlobalScales(origin, having, read, having, artifact.source)
 
@@ -239,7 +241,7 @@ def _check_modules(
         raise InputError("global-scale-modules", detail, next_step, unknown[0])
 
 
-def _check_numbers(stored: Mapping[str, Stored], origin: str) -> None:
+def _check_numbers(stored: Mapping[str, StoredScale], origin: str) -> None:
     """Raise InputError for a number that is no scale."""
     for module, one in stored.items():
         if not SMALLEST <= one.multiplier <= 1 / SMALLEST:
@@ -251,10 +253,10 @@ def _check_numbers(stored: Mapping[str, Stored], origin: str) -> None:
 
 
 def _check_groups(
-    groups: Mapping[str, ScaleGroup | None], stored: Mapping[str, Stored], origin: str
+    groups: Mapping[str, ScaleGroup | None], stored: Mapping[str, StoredScale], origin: str
 ) -> None:
     """Raise InputError where members of a scale group have unlike scales."""
-    of_group: dict[ScaleGroup, Stored] = {}
+    of_group: dict[ScaleGroup, StoredScale] = {}
     for module, group in groups.items():
         if group and of_group.setdefault(group, stored[module]) != stored[module]:
             detail = (
@@ -272,7 +274,7 @@ def _listed(names: list[str]) -> str:
     return f"{count}: {', '.join(names[:SHOWN])}" + (f" and {more} more" if more > 0 else "")
 
 
-def amax_of(stored: Stored, rule: str) -> tuple[float, bool]:
+def amax_of(stored: StoredScale, rule: str) -> tuple[float, bool]:
     """Find the amax whose global scale is stored so, and whether there is.
 
     Where several are, as under a divisor, that with the fewest bits, as weights of 16 bits have.
@@ -289,7 +291,7 @@ def amax_of(stored: Stored, rule: str) -> tuple[float, bool]:
     return float(chosen.view(np.float32)), least == 0
 
 
-def _distance(amax: float, stored: Stored, rule: str) -> float:
+def _distance(amax: float, stored: StoredScale, rule: str) -> float:
     """Return how far the stored scale is from that of an amax."""
     scale = float(global_scale_of(amax, rule))
     return abs(decode_scalar(encode_scalar(scale, stored.kind == "divisor")) - stored.number)

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from fp4convert.checkpoint.dialects.base import Traits
 from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR
 from fp4convert.checkpoint.encodings.base import is_fp8
 from fp4convert.checkpoint.encodings.floats import STACK_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
+from fp4convert.checkpoint.record import ADAPTER
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.decisions import Verdict
 from fp4convert.planning.steps import Task
 from fp4convert.progress import count_text
-from fp4convert.recipes.recipe import Recipe, is_expert_stack
+from fp4convert.recipes.recipe import Recipe, Target, is_expert_stack
 from fp4convert.recipes.unread_modules import find_unread_modules
 from fp4convert.storage.checkpoint_files import WEIGHTS
 from fp4convert.storage.source import Checkpoint
 
+if TYPE_CHECKING:
+    from fp4convert.calibration.statistics import Calibration
+
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
 MISTRALS = "consolidated"  # how the names begin of files in Mistral's form
+LOST_BY_RTN = "9 dB"  # of an adapter on average, as docs/adapters.md measures it
 NO_CONFIG = (
     "the source has no config.json, or an empty one; the one written holds only the quantization"
     " record"
@@ -148,4 +155,32 @@ def note_unchanged(verdicts: Mapping[str, Verdict], recipe: Recipe) -> Iterator[
         yield (
             f"no tensor becomes {recipe.format.name}: every one is kept, for the reasons that"
             " --dry-run lists"
+        )
+
+
+def notes_on_adapter(
+    linears: Linears, checkpoint: Checkpoint, target: Target, calibration: Calibration | None
+) -> Iterator[str]:
+    """Warn of another base model, of other names, of a method that loses it."""
+    adapter = linears.adapter
+    if adapter is None:
+        return
+    if checkpoint.repo and adapter.base and checkpoint.repo != adapter.base:
+        yield f"{adapter.name} was made for {adapter.base}, and is merged into {checkpoint.repo}"
+    old, new = linears.renamed
+    if old != new:
+        yield (
+            f"{adapter.name}: names that begin with {old or 'nothing'!r} are those that begin with"
+            f" {new or 'nothing'!r} in the model"
+        )
+    if calibration and ADAPTER not in calibration.notes:
+        yield (
+            f"{calibration.path} was made without the adapter, whose inputs are others: calibrate"
+            " with --lora, and less is lost (docs/adapters.md)"
+        )
+    # Beside low-rank corrections there is no other method.
+    if target.method == "rtn" and target.dialect not in ALWAYS_FOUR:
+        yield (
+            f"--method rtn leaves about {LOST_BY_RTN} less of an adapter than the default does, as"
+            " measured (docs/adapters.md)"
         )

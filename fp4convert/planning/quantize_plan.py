@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
-from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
+from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
@@ -26,8 +26,6 @@ from fp4convert.planning.activation_scales import (
     judge_scales,
     scales_of,
 )
-from fp4convert.planning.adapter_notes import notes_on_adapter
-from fp4convert.planning.completeness import ENGINE_ONLY, WRITTEN_ANEW, refuse_forgotten
 from fp4convert.planning.decisions import (
     Verdict,
     decide,
@@ -52,10 +50,19 @@ from fp4convert.planning.notes import (
     note_unchanged,
     note_unread,
     notes_on,
+    notes_on_adapter,
 )
 from fp4convert.planning.plan import Plan, Writing, refuse_collisions
-from fp4convert.planning.steps import Action, Draft, Task, module_of
-from fp4convert.planning.units import Given, Units
+from fp4convert.planning.steps import (
+    ENGINE_ONLY,
+    WRITTEN_ANEW,
+    Action,
+    Draft,
+    Task,
+    module_of,
+    refuse_forgotten,
+)
+from fp4convert.planning.units import Units
 from fp4convert.recipes.patterns import sift
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, scale_groups
 from fp4convert.recipes.rules import StackRule
@@ -120,10 +127,10 @@ def plan_quantize(
     notes = [*notes, *judge_scales(fed, inputs, scalars.inputs, scalars.calibration)]
     amaxes, more = _amaxes(verdicts, scalars.weights, recipe)
     # a step for every tensor, and its place
-    units = Units(verdicts, dialect, recipe.target, Given(inputs, amaxes))
+    units = Units(verdicts, dialect, recipe.target, inputs, amaxes)
     linears = replace(linears, vectors=_vectors_of(linears, verdicts, dialect, checkpoint))
     drafts = _drafts_by_shard(checkpoint, linears, units, recipe, scalars.cache)
-    writing = Writing(checkpoint, recipe.target, dialect, form_of(recipe.target))
+    writing = Writing(checkpoint, recipe.target, dialect)
     tasks = [writing.task(shard, own) for shard, own in zip(checkpoint.shards, drafts, strict=True)]
     every = [draft for own in drafts for draft in own]
     written = [(draft.name, draft.scalar) for draft in every if draft.scalar is not None]

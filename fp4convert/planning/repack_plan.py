@@ -11,7 +11,7 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, whole
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.stacks import Slot
-from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
+from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
@@ -30,7 +30,6 @@ from fp4convert.makers.table import maker_of
 from fp4convert.makers.unit import Stem, Unit
 from fp4convert.numerics.formats import dtype_named
 from fp4convert.planning.activation_scales import describe_unit, warn_of_unit
-from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.kept_dtype import (
     draft_floats,
     expanded_spec,
@@ -41,7 +40,7 @@ from fp4convert.planning.kept_dtype import (
 from fp4convert.planning.notes import note_unread, notes_on
 from fp4convert.planning.plan import Plan, Writing, refuse_collisions
 from fp4convert.planning.quantize_plan import kept_modules, list_left_out, refuse_other_container
-from fp4convert.planning.steps import Draft, Step, Task
+from fp4convert.planning.steps import Draft, Step, Task, refuse_forgotten
 from fp4convert.progress import count_text
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_groups
 from fp4convert.recipes.unread_modules import find_unread_modules
@@ -141,7 +140,7 @@ class Stored(NamedTuple):
     home: TensorRef
 
 
-class Contents(NamedTuple):
+class Transcoding(NamedTuple):
     """What an artifact holds, and what it becomes in another dialect.
 
     artifact    whose sound four-bit modules `modules` are
@@ -162,7 +161,7 @@ class Contents(NamedTuple):
 
 def plan_transcode(
     checkpoint: Checkpoint,
-    contents: Contents,
+    contents: Transcoding,
     target: Target,
     placed: Mapping[str, Stored] | None = None,
     caches: Mapping[str, Draft] | None = None,
@@ -193,7 +192,7 @@ def plan_transcode(
     consumed = {stored.home.name for stored in placed.values()} | {*idle, *unread}
     consumed |= {ref.name for _, draft in drafts for ref in draft.step.refs}
     consumed |= {ref.name for one in contents.others.values() for ref in one.idle} - caches.keys()
-    writing = Writing(checkpoint, target, dialect, form_of(target))
+    writing = Writing(checkpoint, target, dialect)
     tasks = _module_tasks(writing, drafts, consumed, recipe, caches)
     left_out = _list_left_out(contents, placed, tasks) | dict.fromkeys(idle, UNSAID)
     left_out |= {name: one.step.reason for name, one in caches.items() if not one.step.refs}
@@ -217,7 +216,7 @@ def plan_transcode(
 
 
 def _list_left_out(
-    contents: Contents, placed: Mapping[str, Stored], tasks: Iterable[Task]
+    contents: Transcoding, placed: Mapping[str, Stored], tasks: Iterable[Task]
 ) -> dict[str, str]:
     """Say why tensors are replaced, or scales left out."""
     ours = {ref.name for packed in contents.modules.values() for ref in packed.refs}
@@ -229,7 +228,7 @@ def _list_left_out(
     return dict.fromkeys(homes, "a quantized module of the artifact takes its place") | beside
 
 
-def _places(contents: Contents, dialect: Dialect) -> dict[str, Stored]:
+def _places(contents: Transcoding, dialect: Dialect) -> dict[str, Stored]:
     """Find the places of all modules where the first of each stem is now."""
     placed = {}
     shapes = {module: packed.shape for module, packed in contents.modules.items()}
@@ -243,7 +242,7 @@ def _places(contents: Contents, dialect: Dialect) -> dict[str, Stored]:
 
 def _drafts_of(
     placed: Mapping[str, Stored],
-    contents: Contents,
+    contents: Transcoding,
     dialect: Dialect,
     recipe: Recipe,
 ) -> list[tuple[str, Draft]]:
@@ -291,7 +290,7 @@ def _draft_other(
 
 def _makers_of(
     placed: Mapping[str, Stored],
-    contents: Contents,
+    contents: Transcoding,
     linears: Mapping[str, Linear],
     recipe: Recipe,
 ) -> dict[str, Maker]:
@@ -356,7 +355,7 @@ def _notes_beside(unread: Sequence[str], unit: Sequence[str], dialect: str) -> I
         )
 
 
-def _notes_on_unit_scales(contents: Contents) -> Iterable[str]:
+def _notes_on_unit_scales(contents: Transcoding) -> Iterable[str]:
     """Warn of input scales of 1 that four-bit modules keep."""
     modules = [
         module
@@ -402,7 +401,7 @@ def _notes_on_expanded(drafts: Sequence[Draft]) -> Iterable[str]:
         yield f"{what}: the dialect has no {word}"
 
 
-def refuse_other_matrices(checkpoint: Checkpoint, contents: Contents) -> None:
+def refuse_other_matrices(checkpoint: Checkpoint, contents: Transcoding) -> None:
     """Raise InputError for matrices quantized in another way.
 
     The result's records would not tell of them.
@@ -428,7 +427,7 @@ def refuse_other_matrices(checkpoint: Checkpoint, contents: Contents) -> None:
 
 
 def _refuse_unfit(
-    placed: Mapping[str, Stored], contents: Contents, dialect: Dialect, recipe: Recipe
+    placed: Mapping[str, Stored], contents: Transcoding, dialect: Dialect, recipe: Recipe
 ) -> None:
     """Raise InputError for four-bit modules that have no place."""
     for stem, stored in placed.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fp4convert.checkpoint.dialects.base import Dialect, whole
 from fp4convert.checkpoint.encodings.base import Linear
@@ -22,27 +22,24 @@ if TYPE_CHECKING:
     from fp4convert.makers.maker import Maker
 
 
-class Given(NamedTuple):
-    """Numbers that stand beside weights, by module.
-
-    inputs  multipliers of activations
-    amaxes  of global scales that a file gives
-    """
-
-    inputs: Mapping[str, float] = {}
-    amaxes: Mapping[str, float] = {}
-
-
 class Units:
-    """Drafts the steps of modules that are made.
+    """Drafts the steps of modules that are quantized in the result.
 
+    inputs  multipliers of activations, by module
+    amaxes  of global scales that a file gives, by module
     shapes  of every matrix or stack that is written, by its stem
     """
 
     def __init__(
-        self, verdicts: Mapping[str, Verdict], dialect: Dialect, target: Target, given: Given
+        self,
+        verdicts: Mapping[str, Verdict],
+        dialect: Dialect,
+        target: Target,
+        inputs: Mapping[str, float],
+        amaxes: Mapping[str, float],
     ) -> None:
-        self.verdicts, self._dialect, self._target, self._given = verdicts, dialect, target, given
+        self.verdicts, self._dialect = verdicts, dialect
+        self._target, self._amaxes = target, amaxes
         made = {module: verdict for module, verdict in verdicts.items() if verdict.is_made}
         sizes = {module: verdict.linear.shape for module, verdict in made.items()}
         self.shapes = dialect.stems(sizes)
@@ -64,8 +61,8 @@ class Units:
         for name, shape in self.shapes.items():
             slots = whole(name, shape) if name in sizes else dialect.slots(name, shape)
             modules = list(dict.fromkeys([rows.module for slot in slots for rows in slot]))
-            inputs = [given.inputs[module] for module in modules if module in given.inputs]
-            stem = Stem(name, shape, slots, (max(inputs),) if inputs else ())
+            scales = [inputs[module] for module in modules if module in inputs]
+            stem = Stem(name, shape, slots, (max(scales),) if scales else ())
             self._stems[modules[0]] = stem
             self._beside.setdefault(self._key(stem, modules[0]), []).append(stem)
         self._makers: dict[object, Maker] = {}
@@ -95,7 +92,7 @@ class Units:
             self._labels.get(verdict.group) if verdict.group else None,
             linears,
         )
-        amaxes = [self._given.amaxes[one] for one in modules if one in self._given.amaxes]
+        amaxes = [self._amaxes[one] for one in modules if one in self._amaxes]
         specs = self._dialect.outputs(stem.name, stem.shape, verdict.form)
         yield Draft(step, specs, next(iter(stem.input_scales), None), tuple(amaxes))
 
@@ -104,12 +101,13 @@ class Units:
         verdict = self.verdicts[module]
         if stem.name != module or verdict.group is None:
             return stem.name
-        return verdict.group, verdict.linear.home.file, id(verdict.form), verdict.action
+        format_name = verdict.form.format.name if verdict.form else ""
+        return verdict.group, verdict.linear.home.file, format_name, verdict.action
 
     def _unit(self, stems: tuple[Stem, ...], verdict: Verdict) -> Unit:
         modules = dict.fromkeys([one for stem in stems for slot in stem.members for one in slot])
         linears = {module: self._linears[module] for module in modules}
-        group, amaxes = verdict.group, self._given.amaxes
+        group = verdict.group
         measured = self._members[group] if group else tuple(linears.values())
         if verdict.form is None:
             raise RuntimeError(f"{stems[0].name} stays")
@@ -121,7 +119,7 @@ class Units:
             verdict.form,
             self._target,
             self._labels.get(group) if group else None,
-            amaxes.get(next(iter(modules))),
+            self._amaxes.get(next(iter(modules))),
         )
 
     def _laid_over(self, verdict: Verdict) -> Linear:
