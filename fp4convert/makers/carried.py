@@ -1,7 +1,7 @@
 """Take over four-bit blocks as they are, or cast MXFP4 to NVFP4.
 
-A cast has one global scale for a scale group. Rows move whole: matrices and stacks are one thing
-here, and the slots of a stem say whose rows they are.
+A cast has one global scale for a scale group. Rows move whole, so a matrix and a stack are handled
+alike: the slots of a stem name the modules of its rows.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ E4M3_NAN = 0x7F  # without the sign
 class Carried(Maker):
     """Stems whose modules are blocks already.
 
-    linears  by their modules, those of all stems
-    groups   every member of the scale groups that are cast: each under the exponent of all of it
+    linears  the modules of all stems
+    groups   all members of the scale groups that are cast, each group under one exponent
     """
 
     stems: tuple[Stem, ...]
@@ -57,15 +57,16 @@ class Carried(Maker):
 
         Raises  NumericError for a NaN block scale
         """
-        found: dict[str, int] = {}
+        exponents: dict[str, int] = {}
         for group in self.groups:
             largest = NOTHING
             for linear in group:
                 blocks = sound_blocks(linear)
                 panels = (blocks.rows(*panel) for panel in row_panels(blocks.shape))
                 largest = max(largest, *map(largest_exponent, panels))
-            found |= dict.fromkeys([linear.module for linear in group], global_exponent(largest))
-        return found
+            modules = [linear.module for linear in group]
+            exponents |= dict.fromkeys(modules, global_exponent(largest))
+        return exponents
 
     def parts(self, tools: Tools) -> Parts:
         try:
@@ -97,10 +98,7 @@ def blocks_of(linear: Linear) -> Blocks:
 
 
 def sound_blocks(linear: Linear) -> Blocks:
-    """Return the stored blocks; a NaN block scale ends their reading.
-
-    Raises  NumericError as soon as one is read
-    """
+    """Return the stored blocks; reading a NaN block scale is a NumericError."""
     stored = blocks_of(linear)
     nan = E4M3_NAN if stored.format.has_global_scale else NAN_BYTE  # set bits, the sign aside
 
@@ -132,7 +130,7 @@ def cast_blocks(stored: Blocks, fmt: Format, exponent: int) -> Blocks:
 
 
 def make(unit: Unit) -> Carried:
-    """Take modules whose blocks stay."""
+    """Make the maker of modules whose blocks are taken over."""
     is_cast = any(one.coding.format is not unit.form.format for one in unit.measured)
     groups = (unit.measured,) if is_cast else ()
     spelling = Spelling(str(unit.target.dialect), unit.form)

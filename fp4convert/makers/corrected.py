@@ -1,10 +1,9 @@
-"""Round what low-rank corrections leave of weights, without data.
+"""Round the residual of weights and a low-rank correction, without data.
 
-This is SVDQuant: columns are multiplied with smooth factors; the strongest directions of what that
-makes go into two thin factors of bf16, and the codes hold the rest (arXiv 2411.05007).  Smooth
-factors and thin ones are rounded before anything is taken from them, so that the codes see all that
-rounding lost.  Every sum runs in a fixed order, so that any CPU and any number of workers give the
-same bytes.
+This is SVDQuant: columns are multiplied by smooth factors; the strongest directions of the product
+go into two thin factors of bf16, and the codes hold the rest (arXiv 2411.05007).  Smooth factors
+and thin factors are rounded first, so that the codes see all that this rounding lost.  Every sum
+runs in a fixed order, so that any CPU and any number of workers give the same bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ f32 = np.float32
 
 @dataclass(frozen=True, slots=True)
 class Corrected(Maker):
-    """One matrix, which has a global scale to itself."""
+    """One matrix with its own global scale."""
 
     stem: Stem
     linear: Linear
@@ -71,11 +70,9 @@ class Corrected(Maker):
     def rounded(
         self, weights: Weights, rank: int, tools: Tools
     ) -> tuple[Correction, Iterator[Quantized]]:
-        """Return a correction, and panels of what it leaves.
+        """Return a correction, and panels of its residual.
 
-        Each panel is compared with the weights, of which it holds what its correction does not.
-
-        Raises  NumericError on NaN or infinity
+        A panel's losses are those of correction and codes together.
         """
         correction, amax = find_correction(weights, rank)
         given = Given(_exact_amax(amax, global_range(self.rule)))
@@ -97,7 +94,7 @@ class Corrected(Maker):
 
 
 def make(unit: Unit) -> Corrected:
-    """Take modules whose form has a correction."""
+    """Make the maker of a module whose form has a correction."""
     (stem,), (linear,) = unit.stems, unit.linears.values()
     target, fmt = unit.target, unit.form.format
     spelling, method = Spelling(str(target.dialect), unit.form), method_for(target, fmt)
@@ -107,7 +104,7 @@ def make(unit: Unit) -> Corrected:
 def find_correction(weights: Weights, rank: int) -> tuple[Correction, float]:
     """Find smooth factors and low-rank factors of weights.
 
-    Returns  the correction, every number of it a bf16, and the amax of what it leaves
+    Returns  the correction, every number of it a bf16, and the amax of its residual
     Raises   NumericError on NaN or infinity
     Formula  smooth = 1 / sqrt(amax of the column); up down = the projection of the smoothed weights
              on `rank` directions, which iterations of the subspace find (arXiv 0909.4061, 4.4)

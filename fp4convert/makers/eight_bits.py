@@ -27,7 +27,7 @@ Panel = tuple[memoryview, memoryview]
 class Eight(Maker):
     """One matrix.
 
-    rule  chooses the scales; None: codes and scales stay
+    rule  how scales are chosen; None: codes and scales stay
     """
 
     stem: Stem
@@ -55,17 +55,20 @@ class Eight(Maker):
         return losses.facts()
 
     def _encode(self, panels: Iterator[Panel], tools: Tools) -> Iterator[Part]:
-        """Name the bytes; a scale of activations that nobody gives is 1."""
+        """Name the bytes; the scale of activations is the plan's, else the source's own."""
         stem, form, table = self.stem, self.spelling.form, self.spelling.spoken.TRAITS.fp8
         if not form.format.is_fp8 or table is None:
             return encode_int4(stem.name, stem.shape, panels)
-        known, own = next(iter(stem.input_scales), None), input_scale_of(self.linear)
-        if known is not None:
-            known *= reach_over([self.linear], tools.source)
-        elif own:
-            (known,) = decode_scales(tools.source.read(own), own.dtype)
-        input_scale = 1.0 if known is None else float(known)
-        return table.encode(stem.name, stem.shape, form, panels, input_scale)
+        if not table.has_input_scale(form):
+            return table.encode(stem.name, stem.shape, form, panels)
+        planned, own = next(iter(stem.input_scales), None), input_scale_of(self.linear)
+        if planned is not None:
+            scale = planned * reach_over([self.linear], tools.source)
+        elif own is not None:
+            (scale,) = decode_scales(tools.source.read(own), own.dtype)
+        else:
+            raise RuntimeError(f"the plan has no input scale of {stem.name}")
+        return table.encode(stem.name, stem.shape, form, panels, float(scale))
 
     def _rounded(self, tools: Tools, losses: Losses) -> Generator[Panel]:
         """Yield codes panel by panel, then all scales.
@@ -89,7 +92,7 @@ class Eight(Maker):
 
 
 def make(unit: Unit) -> Eight:
-    """Take eight-bit modules, and packed ones that are kept as they are."""
+    """Make the maker of an eight-bit module, or of a packed one that is kept."""
     (stem,), (linear,) = unit.stems, unit.linears.values()
     rule = unit.target.rule_for(unit.form.format) if unit.action == "quantize" else None
     return Eight(stem, linear, Spelling(str(unit.target.dialect), unit.form), rule)

@@ -1,7 +1,7 @@
 """Round matrices that the dialect stores in one tensor: stacks of experts.
 
-Every slot of a stack has an amax of its own, and the rows of its members take turns. Stacks of the
-source need nothing here: their encoding reads each expert as a matrix.
+Each slot of a stack has its own amax, and the rows of its members take turns. Stacks of the source
+need nothing here: their encoding reads each expert as a matrix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fp4convert.storage.safetensors import TensorRef
 
 @dataclass(frozen=True, slots=True)
 class Stacked(Maker):
-    """One stack, whose experts may lie in other shards."""
+    """One stack; its experts may lie in other shards."""
 
     stem: Stem
     linears: tuple[Linear, ...]
@@ -59,10 +59,8 @@ class Stacked(Maker):
 
 
 def make(unit: Unit) -> Stacked:
-    """Take a stem that holds other modules."""
+    """Make the maker of a stem that holds several modules."""
     (stem,), target = unit.stems, unit.target
-    spelling, method = (
-        Spelling(str(target.dialect), unit.form),
-        method_for(target, unit.form.format),
-    )
+    spelling = Spelling(str(target.dialect), unit.form)
+    method = method_for(target, unit.form.format)
     return Stacked(stem, tuple(unit.linears.values()), spelling, method)

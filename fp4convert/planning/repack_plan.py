@@ -280,12 +280,15 @@ def _draft_other(
         reason = f"{word} becomes {word_of(spec.dtype)}"
         step = Step("dequantize", reason, stem, maker, refs, stored.shape, linears=own)
         return Draft(step, (spec,))
-    unit_stem = Stem(stem, stored.shape, stored.slots)
+    dialect = dialect_to_write(recipe.target)
+    table = dialect.TRAITS.fp8
+    lacks_input = table and table.has_input_scale(form) and input_scale_of(linears[0]) is None
+    unit_stem = Stem(stem, stored.shape, stored.slots, (1.0,) if lacks_input else ())
     by_module = {linear.module: linear for linear in linears}
     maker = maker_of(Unit((unit_stem,), by_module, own, "transcode", form, recipe.target))
     reason = f"{word}: the same codes and scales"
     step = Step("transcode", reason, stem, maker, refs, stored.shape, form, linears=own)
-    return Draft(step, dialect_to_write(recipe.target).outputs(stem, stored.shape, form))
+    return Draft(step, dialect.outputs(stem, stored.shape, form))
 
 
 def _makers_of(
