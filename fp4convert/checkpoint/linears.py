@@ -26,7 +26,8 @@ from fp4convert.checkpoint.unread import find_beside, find_unread, is_coded
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.recipes.patterns import configs_in
-from fp4convert.recipes.recipe import Recipe, is_expert_stack, model_recipe
+from fp4convert.recipes.recipe import Recipe, model_recipe
+from fp4convert.recipes.rules import is_expert_stack
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef
 from fp4convert.storage.source import Source
 

@@ -13,7 +13,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 
-from fp4convert.recipes.recipe import EXPERT_WORDS, Recipe, scale_groups
+from fp4convert.recipes.recipe import Recipe, scale_groups
+from fp4convert.recipes.rules import EXPERT_WORDS
 
 Numbers = tuple[int, ...]
 # For each place the numbers that stand there, every one with every other.

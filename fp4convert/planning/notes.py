@@ -18,7 +18,8 @@ from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.decisions import Verdict
 from fp4convert.planning.steps import Task
 from fp4convert.progress import count_text
-from fp4convert.recipes.recipe import Recipe, Target, is_expert_stack
+from fp4convert.recipes.recipe import Recipe, Target
+from fp4convert.recipes.rules import is_expert_stack
 from fp4convert.recipes.unread_modules import find_unread_modules
 from fp4convert.storage.checkpoint_files import WEIGHTS
 from fp4convert.storage.source import Checkpoint

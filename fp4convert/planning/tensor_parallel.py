@@ -18,7 +18,7 @@ from fp4convert.checkpoint.record import PADDING
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.plan import Plan
-from fp4convert.recipes.recipe import STACK_DIMENSIONS, is_expert_stack
+from fp4convert.recipes.rules import STACK_DIMENSIONS, is_expert_stack
 from fp4convert.recipes.uneven_formats import EXPERTS
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.padded import PaddedSource
