@@ -55,7 +55,7 @@ class Eight(Maker):
         return losses.facts()
 
     def _encode(self, panels: Iterator[Panel], tools: Tools) -> Iterator[Part]:
-        """Name the bytes; the scale of activations is the plan's, else the source's own."""
+        """Name the bytes; the input scale is the plan's or the source's own."""
         stem, form, table = self.stem, self.spelling.form, self.spelling.spoken.TRAITS.fp8
         if not form.format.is_fp8 or table is None:
             return encode_int4(stem.name, stem.shape, panels)

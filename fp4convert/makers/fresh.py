@@ -124,7 +124,7 @@ class Fresh(Maker):
 
 
 def make(unit: Unit) -> Fresh:
-    """Make the maker of four-bit matrices that are rounded, one in each tensor."""
+    """Make the maker of rounded four-bit matrices, one in each tensor."""
     fmt, target = unit.form.format, unit.target
     linears = tuple([unit.linears[stem.name] for stem in unit.stems])
     spelling, method = Spelling(str(target.dialect), unit.form), method_for(target, fmt)

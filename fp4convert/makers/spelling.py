@@ -1,4 +1,4 @@
-"""Spell panels in a dialect; add up losses; name weights that are not finite."""
+"""Spell panels in a dialect; add up losses; name unsound weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Spelling(NamedTuple):
         return encoder.encode(stem.name, stem.shape, panels)
 
     def scalars(self, stem: Stem, global_scale: float, reach: float = 1.0) -> list[Part]:
-        """Return the scalars of a matrix with a known global scale, under their names."""
+        """Return the named scalars of a matrix with a known global scale."""
         rows, columns = stem.shape
         q = Quantized(self.form.format, (rows, columns), NO_BYTES, NO_BYTES, global_scale)
         scale = None
@@ -81,13 +81,13 @@ class Losses:
 
 
 def reach_over(linears: Sequence[Linear], source: Source) -> float:
-    """Return the factor by which folds make the inputs of a scale group larger."""
+    """Return the factor by which folds enlarge inputs of a scale group."""
     return max(reach_of(linear, source) for linear in linears)
 
 
 @contextmanager
 def naming(linears: Sequence[Linear], tools: Tools) -> Iterator[None]:
-    """Turn a NumericError into one that names every linear layer with NaN or Inf.
+    """Turn a NumericError into one for each layer with NaN or Inf.
 
     Raises  UnsoundShardError; DeviceError where a device reports NaN in finite weights
     """

@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def quantized(self) -> list[str]:
-        """List the modules, or stacks of modules, that are quantized in the result."""
+        """List the quantized modules of the result, or their stacks."""
         return [step.module for step in self.steps if step.is_made]
 
     @property

@@ -69,7 +69,7 @@ class Step(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name of the tensor, or of the linear layer where several share a tensor."""
+        """Return the name of its one linear layer, else of its first tensor."""
         if len(self.linears) == 1:
             return self.linears[0].name
         return (*self.refs, *self.outputs)[0].name
@@ -118,7 +118,7 @@ class MakerSteps(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A file of the result: its size, its tensors, and the parts of its header.
+    """A file of the result: its size, its tensors and its header's parts.
 
     notes  entries of the header that engines read
     """
@@ -131,7 +131,7 @@ class Shard(NamedTuple):
 
     @property
     def header(self) -> bytes:
-        """Lay out the header anew: the headers of all shards would fill the memory of a plan."""
+        """Lay out the header anew: all headers would fill a plan's memory."""
         specs = [TensorSpec(ref.name, ref.dtype, ref.shape) for ref in self.outputs]
         return self.frame.lay_out(self.file, specs, self.notes)[0]
 
@@ -174,7 +174,7 @@ class Task:
 
     @property
     def home(self) -> str | None:
-        """Return the name of the source's shard that becomes this one; None without one."""
+        """Return the source's shard that becomes this one; None without one."""
         return next((ref.file for step in self.steps for ref in step.refs), None)
 
     @property
@@ -230,7 +230,7 @@ def refuse_forgotten(
     left_out: Mapping[str, str],
     homes: Mapping[str, TensorRef],
 ) -> None:
-    """Check that a step reads every tensor, or that it is left out for a reason.
+    """Check that each tensor is read by a step, or left out for a reason.
 
     A stack of experts that is read in parts must be read whole, and a step must read each of its
     modules, because several modules may lie in the same bytes.

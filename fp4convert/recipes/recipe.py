@@ -63,7 +63,7 @@ class ScaleGroup(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The target of a conversion; a dequantized or pruned one has no dialect and no rule.
+    """The target of a conversion; only a quantized one has a dialect.
 
     format          name of a format or a float type, or "pruned"
     scale_layout    None: that of the dialect
@@ -330,7 +330,7 @@ def build_recipe(
 def _required_patterns(
     files: Iterable[tuple[RecipeFile, RecipeFile]],
 ) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Return the patterns of users' files that must match some module, by table.
+    """Return users' patterns that must match some module, by table.
 
     files  with filled ranges, and as written: these patterns stand for an empty range
     """
@@ -353,7 +353,7 @@ def model_recipe(
     options: RecipeOptions = NOTHING_CHOSEN,
     dialect: str | None = None,
 ) -> Recipe:
-    """Build the recipe of a model that is only examined; format and target mean nothing.
+    """Build the recipe of a model that is examined, with any target.
 
     dialect  of an artifact of the model: some rules are for one dialect
     """

@@ -126,7 +126,7 @@ class StackRule(NamedTuple):
 def unnamed_stack(
     tensor: str, shape: tuple[int, ...], order: str | None, rows: str | None
 ) -> StackRule | None:
-    """Return the rule that options give a stack of no recipe; None without them."""
+    """Return the rule of options for a stack of no recipe, or None."""
     leaf = tensor.removesuffix(WEIGHT).rpartition(".")[2]
     is_known = order is not None and (rows is not None or leaf not in FUSED)
     if not is_known or not is_expert_stack(tensor, shape):
@@ -169,7 +169,7 @@ class FormatRule(NamedTuple):
 
 
 class FoldRule(NamedTuple):
-    """Linear layers whose columns may be multiplied, and the producer of their inputs.
+    """Linear layers whose columns may be multiplied, and their producer.
 
     The producer is divided by the same numbers.  `{layer}` in a name is a path that ends in a
     number, `{expert}` a number; both are equal in `into` and the others, or range over all numbers
