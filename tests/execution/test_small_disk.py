@@ -35,16 +35,8 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(source, tmp_path_factory):
-    outcome = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "-o",
-        tmp_path_factory.mktemp("clean") / "out",
-        "--json",
-        "-q",
-    )
+    words = ("--format", "nvfp4", "-o", tmp_path_factory.mktemp("clean") / "out", "--json", "-q")
+    outcome = run("quantize", source, *words)
     return outcome.json["digest"]
 
 

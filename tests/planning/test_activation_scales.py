@@ -140,15 +140,8 @@ def test_a_module_without_one_is_refused(source, tmp_path):
         "input-scale-missing",
         True,
     )
-    quantized(
-        source,
-        tmp_path / "fits",
-        "modelopt",
-        "--exclude",
-        "*mlp*",
-        "--input-scale",
-        tmp_path / "part",
-    )
+    words = ("--exclude", "*mlp*", "--input-scale", tmp_path / "part")
+    quantized(source, tmp_path / "fits", "modelopt", *words)
 
 
 def test_an_artifact_of_another_model_is_refused(source, tmp_path):
@@ -157,16 +150,8 @@ def test_an_artifact_of_another_model_is_refused(source, tmp_path):
         f"{ATTENTION}.o_proj.weight": weight(2),
     }
     quantized(write_single(tmp_path / "wider", tensors), tmp_path / "other")
-    error = refused(
-        source,
-        tmp_path / "out",
-        "--input-scale",
-        tmp_path / "other",
-        "--include",
-        "*",
-        "--exclude",
-        "*[qkvge]*_proj",
-    )
+    words = ("--input-scale", tmp_path / "other", "--include", "*", "--exclude", "*[qkvge]*_proj")
+    error = refused(source, tmp_path / "out", *words)
     assert error["code"] in ("input-scale-model", "input-scale-missing")
     only = write_single(tmp_path / "only", {f"{MLP}.down_proj.weight": weight(1, 64, 128)})
     error = refused(only, tmp_path / "out", "--input-scale", tmp_path / "other")
@@ -432,17 +417,8 @@ def test_scales_follow_inputs_under_factors_of_each_experts_own_tokens(method, t
     file = write_calibration(
         tmp_path / "c.safetensors", open_source(str(source)), found, inputs=json.dumps(shared)
     )
-    out = quantized(
-        source,
-        tmp_path / "out",
-        "modelopt",
-        "--calibration",
-        file,
-        "--method",
-        method,
-        "--scale-rule",
-        "amax",
-    )
+    words = ("--calibration", file, "--method", method, "--scale-rule", "amax")
+    out = quantized(source, tmp_path / "out", "modelopt", *words)
     scales, norm = input_scales(out, "modelopt"), f"{LAYER}.post_attention_layernorm.weight"
     before, after = (values_of(read_folder(folder)[norm]) for folder in (source, out))
     assert not np.array_equal(before, after), "otherwise this tests nothing"

@@ -158,16 +158,8 @@ def test_a_dry_run_counts_them(dialect, source, tmp_path):
 def test_parts_and_one_process_make_the_same_files(dialect, source, tmp_path):
     whole = quantized(source, tmp_path / "whole", "--dialect", dialect)
     for index in (1, 0):
-        quantized(
-            source,
-            tmp_path / "parts",
-            "--dialect",
-            dialect,
-            "--shard-index",
-            index,
-            "--num-shards",
-            2,
-        )
+        words = ("--dialect", dialect, "--shard-index", index, "--num-shards", 2)
+        quantized(source, tmp_path / "parts", *words)
     assert run("merge", tmp_path / "parts").code == 0
     files = {path.name: path.read_bytes() for path in whole.iterdir() if path.is_file()}
     assert files == {
@@ -205,17 +197,8 @@ def test_dialects_without_such_a_record_refuse(format, dialect, code, source, tm
 
 
 def refused(source: Path, tmp_path: Path, cache: str = "fp8") -> dict:
-    done = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "--kv-cache",
-        cache,
-        "-o",
-        tmp_path / "out",
-        "--json",
-    )
+    words = ("--format", "nvfp4", "--kv-cache", cache, "-o", tmp_path / "out", "--json")
+    done = run("quantize", source, *words)
     assert done.code == 2, done
     assert not (tmp_path / "out").exists()
     return done.json["error"]
@@ -288,18 +271,8 @@ def test_scales_of_the_source_stay(theirs, dialect, tmp_path):
         v_name: ("F32", (), struct.pack("<f", 0.03125)),
     }
     source = with_own(tmp_path / "source", own)
-    done = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "--dialect",
-        dialect,
-        "--kv-cache",
-        "fp8",
-        "-o",
-        tmp_path / "out",
-    )
+    words = ("--format", "nvfp4", "--dialect", dialect, "--kv-cache", "fp8", "-o", tmp_path / "out")
+    done = run("quantize", source, *words)
     assert (done.code, "scales of" in done.err) == (0, False), done
     assert floats(tmp_path / "out") == {
         f"{ATTENTION}.{name}": value
