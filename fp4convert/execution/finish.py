@@ -285,10 +285,7 @@ def _end(root: Path, phases: Phases, tell: Callable[[str], None]) -> tuple[list[
             found = f"{root}: {'a file' if root.exists() else 'no such folder'}"
         detail = f"{found}; expected the output of quantize or prune"
         raise InputError("no-plan", detail, "Give the folder that was named with -o.")
-    with (
-        reopened(root, manifest, tell) as folder,
-        folder.leases.hold_when_free(ENDING, WHY_ENDING),
-    ):
+    with reopened(root, manifest, tell) as folder, folder.leases.hold_when_free(ENDING, WHY_ENDING):
         parts = {}
         for part, plan_id in manifest.parts.items():
             is_begun = (root / part / PLAN_FILE).exists()

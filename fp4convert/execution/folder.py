@@ -74,12 +74,6 @@ class OutputFolder:
     elsewhere: Elsewhere | None = None
     # Records of finished tasks, by key: who waits for others looks often.
     _parsed: dict[str, tuple[Mark, Done]] = field(default_factory=dict)
-    _planned: dict[str, int] = field(init=False)  # sizes of the files of all tasks
-
-    def __post_init__(self) -> None:
-        self._planned = {
-            name: size for task in self.manifest.tasks for name, size in task.files.items()
-        }
 
     @property
     def state(self) -> Path:
@@ -122,8 +116,9 @@ class OutputFolder:
 
     def nbytes_of(self, file: str) -> int:
         """Return the size of a finished file, or of one that has left."""
-        found = nbytes_there(self.root / file)
-        return self._planned.get(file, 0) if found is None else found
+        if (nbytes := nbytes_there(self.root / file)) is not None:
+            return nbytes
+        return next((task.files[file] for task in self.manifest.tasks if file in task.files), 0)
 
     def missing(self) -> list[TaskFiles]:
         """List the tasks of the plan that are not finished."""
@@ -171,10 +166,8 @@ class OutputFolder:
         """Return whether the temporary files of this process are gone."""
         try:
             self.temps.lstat()
-        except FileNotFoundError:
-            return True
-        except OSError:  # a disk that does not answer: the work itself will tell
-            return False
+        except OSError as error:  # of a disk that does not answer the work itself will tell
+            return isinstance(error, FileNotFoundError)
         return False
 
     def make_given_up_error(self) -> OutputError:
@@ -186,8 +179,9 @@ class OutputFolder:
             f"{self.temps} was removed by another process, which saw no sign of life of this one, "
             "or by hand"
         )
-        next_step = "Run the same command again: what is finished is kept."
-        return OutputError("given-up", detail, next_step)
+        return OutputError(
+            "given-up", detail, "Run the same command again: what is finished is kept."
+        )
 
     def write_task(
         self,

@@ -249,10 +249,7 @@ def _compare_kept(
         if all(float(((form - theirs) ** 2).sum()) > limit for form in forms):
             detail = f"{name} of the artifact is not what the GGUF file holds at {ref.name}"
             raise InputError(
-                "template-differs",
-                f"{detail}, which would be kept",
-                OTHER_WEIGHTS,
-                name,
+                "template-differs", f"{detail}, which would be kept", OTHER_WEIGHTS, name
             )
 
 
@@ -317,12 +314,7 @@ def _find_order(weights: Weights, module: str, donor: Source, ref: TensorRef) ->
         f"{module} is not what the GGUF file holds at {ref.name}, in no order of rows that is known"
     )
     how = f"; the least error is {least:.2f} of the weights' own power, expected under {NMSE_LIMIT}"
-    raise InputError(
-        "template-differs",
-        detail + how,
-        OTHER_WEIGHTS,
-        module,
-    )
+    raise InputError("template-differs", detail + how, OTHER_WEIGHTS, module)
 
 
 def _known_orders(module: str, rows: int, donor: Source) -> Iterator[tuple[Slot, ...]]:

@@ -100,10 +100,7 @@ def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:
             f"{calibration.path} holds no Gram matrices (--gram {calibration.gram_kind}), and"
             " --method gptq needs them"
         )
-        raise InputError(
-            "no-gram",
-            f"{detail}; expected block:128 or full",
-        )
+        raise InputError("no-gram", f"{detail}; expected block:128 or full")
     for module in (linear.module for linear in linears):
         if not calibration.has(module, "input_gram"):
             detail = (

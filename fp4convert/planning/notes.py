@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fp4convert.checkpoint.dialects.base import Traits
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR
-from fp4convert.checkpoint.encodings.base import is_fp8
+from fp4convert.checkpoint.encodings.base import Linear, is_fp8
 from fp4convert.checkpoint.encodings.floats import STACK_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.record import ADAPTER
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.planning.activation_scales import describe_unit, warn_of_unit
 from fp4convert.planning.decisions import Verdict
-from fp4convert.planning.steps import Task
+from fp4convert.planning.kept_dtype import word_of
+from fp4convert.planning.steps import Draft, Task
 from fp4convert.progress import count_text
 from fp4convert.recipes.recipe import Recipe, Target
 from fp4convert.recipes.rules import is_expert_stack
@@ -26,6 +28,7 @@ from fp4convert.storage.source import Checkpoint
 
 if TYPE_CHECKING:
     from fp4convert.calibration.statistics import Calibration
+    from fp4convert.checkpoint.artifact import Artifact
 
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
 MISTRALS = "consolidated"  # how the names begin of files in Mistral's form
@@ -107,10 +110,7 @@ def note_left_behind(
     ]
     caches = [ref.name for ref in linears.idle if ref.name not in taken]
     hint = "; --input-scale SOURCE takes them over" if is_written else ""
-    for names, what, more in (
-        (idle, "activation scales", hint),
-        (caches, "KV cache scales", ""),
-    ):
+    for names, what, more in ((idle, "activation scales", hint), (caches, "KV cache scales", "")):
         if names:
             yield (
                 f"{len(names)} {what} of the source are left out, the first {names[0]!r}: they"
@@ -185,3 +185,38 @@ def notes_on_adapter(
             f"--method rtn leaves about {LOST_BY_RTN} less of an adapter than the default does, as"
             " measured (docs/adapters.md)"
         )
+
+
+def note_eight_bit_scales(
+    unread: Sequence[str], unit: Sequence[str], dialect: str
+) -> Iterator[str]:
+    """Name input scales of FP8 modules that are left out, or are 1."""
+    if unread:
+        why = f"dialect {dialect} has no name for them, and its engines measure activations anew"
+        yield f"{len(unread)} scales of activations are left out, the first {unread[0]!r}: {why}"
+    if unit:
+        yield (
+            f"{count_text(len(unit), 'FP8 module')} without a scale of activations, the first"
+            f" {unit[0]!r}; dialect {dialect} wants one: it is 1.0, {describe_unit(is_fp4=False)};"
+            " for measured ones quantize the original again with --calibration FILE (fp4convert"
+            " calibrate)"
+        )
+
+
+def note_unit_scales(artifact: Artifact, forms: Mapping[str, Form]) -> Iterator[str]:
+    """Warn of input scales of 1 that four-bit modules keep."""
+    having = [name for name in artifact.modules if name in forms and forms[name].has_input_scale]
+    if modules := [name for name in having if artifact.input_scale(name) == 1.0]:
+        yield warn_of_unit(modules, True, "as in the artifact")
+
+
+def note_expanded(drafts: Sequence[Draft]) -> Iterator[str]:
+    """Name matrices that become floats, once for each kind."""
+    found: dict[tuple[str, str], list[Linear]] = defaultdict(list)
+    for draft in drafts:
+        dtype = word_of(draft.specs[0].dtype)
+        for linear in draft.step.linears:
+            found[linear.coding.word, dtype].append(linear)
+    for (word, dtype), linears in found.items():
+        what = f"{len(linears)} matrices become {dtype}, the first {linears[0].name!r}"
+        yield f"{what}: the dialect has no {word}"

@@ -265,8 +265,7 @@ class Recipe:
             for pattern in patterns
             if may_be_absent or any(matches(pattern, module) for module in kept)
         )
-        # few, where modules are many
-        fitted = [module for module in quantized if matches_any(fitting, module)]
+        fitted = [module for module in quantized if matches_any(fitting, module)]  # few
         return tuple(
             pattern for pattern in fitting if not any(matches(pattern, module) for module in fitted)
         )

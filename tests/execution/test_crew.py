@@ -9,13 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from checkpoints import (
-    WAIT_SECONDS,
-    bf16,
-    run,
-    wait_until,
-    write_checkpoint,
-)
+from checkpoints import WAIT_SECONDS, bf16, run, wait_until, write_checkpoint
 
 from fp4convert.errors import CORRUPT, OutputError, SourceError
 from fp4convert.execution import settings
