@@ -271,7 +271,7 @@ def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float]
 def _share_scales(
     fed: Iterable[Fed], found: Mapping[str, float], scales: InputScales
 ) -> tuple[dict[str, float], list[str]]:
-    """Give members of a scale group, which engines fuse, the largest of their scales."""
+    """Give members of a scale group the largest of their scales."""
     groups: dict[tuple[ScaleGroup, str], list[str]] = defaultdict(list)
     for one in fed:
         if one.group and one.module in found:
@@ -362,7 +362,7 @@ def _find_small(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibrati
 
 
 def _find_large(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibration) -> list[str]:
-    """Warn of scales under which typical inputs lose bits, unless calibration asks for them."""
+    """Warn of scales under which typical inputs lose bits."""
     lost = []
     for one in fed:
         chosen, fmt = shared.get(one.module), one.form.format

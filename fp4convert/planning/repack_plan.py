@@ -331,7 +331,7 @@ def _scales_beside(drafts: Sequence[Draft], caches: Collection[str]) -> tuple[li
 
 
 def _expandable(checkpoint: Checkpoint) -> Iterable[Linear]:
-    """Find matrices of llama.cpp's types and of MLX's integers in safetensors.
+    """Find matrices of llama.cpp's types and MLX's integers.
 
     No dialect has a place for them.
     """
@@ -353,7 +353,7 @@ def _expand(linear: Linear, recipe: Recipe) -> Draft:
 
 
 def refuse_other_matrices(checkpoint: Checkpoint, contents: Transcoding) -> None:
-    """Raise InputError for matrices that the result's records could not describe."""
+    """Raise InputError for matrices that no record could describe."""
     known = {
         ref.name
         for packed in contents.modules.values()

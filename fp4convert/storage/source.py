@@ -262,7 +262,7 @@ def uncollected() -> Iterator[None]:
 
 
 def read_again_if_damaged(read: Callable[[], Answer]) -> Answer:
-    """Call a function, and once more where the bytes that it reads arrive damaged."""
+    """Call a function, and once more where it reads damaged bytes."""
     try:
         return read()
     except SourceError as error:
