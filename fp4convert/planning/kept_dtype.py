@@ -29,17 +29,17 @@ KEPT_DTYPE = "bf16"  # of what was packed and stays
 
 
 def is_expanded(linear: Linear) -> bool:
-    """Tell whether no engine would know a module that stays as it is stored."""
+    """Return whether no engine would read a module that stays packed."""
     return linear.coding.is_packed and not linear.coding.is_at_home
 
 
 def word_of(dtype: str) -> str:
-    """Return what a person calls the type of a matrix that stays."""
+    """Return the name for people of the type of a matrix that stays."""
     return FLOAT_TYPES[dtype].word if dtype in FLOAT_TYPES else dtype.lower()
 
 
 def expanded_spec(name: str, shape: tuple[int, ...], recipe: Recipe) -> TensorSpec:
-    """Return the tensor of a packed matrix that stays, and is expanded."""
+    """Return the spec of a packed matrix that stays and is expanded."""
     from fp4convert.storage.gguf_types import BLOCK_TYPES, Q8_0, shape_in_bytes
 
     word = recipe.target.keep_dtype or KEPT_DTYPE
@@ -63,8 +63,7 @@ def _is_of_floats(name: str, recipe: Recipe) -> bool:
 
 
 def kept_spec(ref: TensorRef, recipe: Recipe) -> TensorSpec:
-    """Return what a stored tensor that stays becomes: often the same."""
-
+    """Return the spec of a stored tensor that stays; often the same."""
     target, same = recipe.target, spec_of(ref)
     is_matrix = len(ref.shape) >= MATRIX_DIMENSIONS and ref.elements > 0
     if target.keep_dtype is None or not is_matrix:
@@ -130,8 +129,7 @@ def draft_floats(action: Action, reason: str, linear: Linear, spec: TensorSpec) 
 
 
 def idle_keep_dtype(recipe: Recipe, tasks: Iterable[Task]) -> Iterator[Idle]:
-    """Tell that nothing which stays is written in another type."""
-
+    """Report --keep-dtype where no tensor gets another type."""
     steps = (step for task in tasks for step in task.steps if step.linears and not step.is_made)
     if recipe.target.keep_dtype and all(
         step.outputs[0].dtype == step.refs[0].dtype for step in steps

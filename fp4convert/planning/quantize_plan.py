@@ -81,9 +81,9 @@ INPUTS_TOO = (
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The scales that a plan writes.
+    """The scales of a KV cache in a plan.
 
-    drafts  what is written beside a tensor of the source, by that tensor's name
+    drafts  by the name of the source's tensor beside which they are written
     own     names of the source's own scales, which stay in another spelling
     """
 
@@ -94,11 +94,11 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """Scales that stand beside the weights, and come from elsewhere.
+    """Scales beside the weights that come from elsewhere.
 
-    inputs       what says those of activations
-    calibration  what saw the inputs of modules, to be compared
-    cache        those of a cache of keys and values
+    inputs       of activations
+    calibration  statistics of the inputs, to compare with
+    cache        of a cache of keys and values
     weights      global scales of the weights, where a file gives them
     """
 
@@ -113,10 +113,10 @@ def plan_quantize(
 ) -> Plan:
     """Plan the checkpoint in the recipe's format and dialect.
 
-    linears  those of the checkpoint
-    Raises   InputError for stacks of experts whose layout nobody tells, for what the dialect cannot
-             say, for modules without an input scale or a given global scale, or where an output
-             would take the name of another tensor
+    linears  of the checkpoint
+    Raises   InputError for stacks of experts with an unknown layout, for forms without a place in
+             the dialect, for modules without an input scale or a given global scale, or where an
+             output would take the name of another tensor
     """
     dialect = dialect_to_write(recipe.target)
     refuse_other_container(checkpoint, dialect, str(recipe.target.dialect))
@@ -139,7 +139,7 @@ def plan_quantize(
     left_out = list_left_out(linears, outputs)
     homes = {module: linear.home for module, linear in linears.of.items()}
     refuse_forgotten(checkpoint.tensors, tasks, left_out, homes)
-    # What the records say, and what a person should know.
+    # For the records and for people.
     kept, asked = kept_modules(tasks), _asked_for(verdicts, recipe)
     packed = {module: each.form for module, each in verdicts.items() if each.form}
     shapes = {module: verdicts[module].linear.shape for module in packed}
@@ -160,11 +160,15 @@ def plan_quantize(
     )
     idle = (*find_idle(recipe, checkpoint, linears, verdicts), *idle_keep_dtype(recipe, tasks))
     ignored = _ignore(kept, asked, verdicts, recipe)
-    made = (recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
-    excluded = len(sift(recipe.exclude, verdicts))
-    plan = Plan(*made, idle=idle, excluded=excluded, adapter=linears.adapter, left_out=left_out)
-    given_to = [(draft.name, draft.amaxes) for draft in every if draft.amaxes]
-    return replace(plan, scalars=tuple(written), amaxes=tuple(given_to))
+    return Plan(
+        *(recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe)),
+        idle=idle,
+        excluded=len(sift(recipe.exclude, verdicts)),
+        adapter=linears.adapter,
+        left_out=left_out,
+        scalars=tuple(written),
+        amaxes=tuple([(draft.name, draft.amaxes) for draft in every if draft.amaxes]),
+    )
 
 
 def _amaxes(
@@ -199,7 +203,7 @@ def _drafts_by_shard(
 
 
 def list_left_out(linears: Linears, outputs: Collection[str]) -> dict[str, str]:
-    """Say of scales beside packed matrices why they do not travel."""
+    """Return scales of packed matrices that are left out, with reasons."""
     idle = [ref for linear in linears.of.values() for ref in linear.idle]
     return {
         ref.name: WRITTEN_ANEW if ref.name in outputs else ENGINE_ONLY
@@ -211,7 +215,6 @@ def _vectors_of(
     linears: Linears, verdicts: Mapping[str, Verdict], dialect: Dialect, checkpoint: Checkpoint
 ) -> dict[str, Linear]:
     """Return vectors that change, with the biases of modules in tiles."""
-
     vectors, table = dict(linears.vectors), dialect.TRAITS.correction
     if table:
         made = [module for module, verdict in verdicts.items() if verdict.is_made]
@@ -223,7 +226,7 @@ def _vectors_of(
 
 
 def _asked_for(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
-    """List modules that are made though a rule would keep them.
+    """List quantized modules that a rule of keep fits.
 
     Records must not ignore these.
     """
@@ -238,9 +241,9 @@ def _asked_for(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
 def _ignore(
     kept: Iterable[str], asked: Iterable[str], verdicts: Mapping[str, Verdict], recipe: Recipe
 ) -> Ignored:
-    """Say which modules records ignore: no pattern fits a quantized one.
+    """Return the modules and patterns that records ignore.
 
-    A pattern of a rule may fit what the rule makes an exception of.
+    No pattern may fit a quantized module, but a rule's pattern may fit an exception of the rule.
     """
     made = recipe.pick_doubtful([module for module in verdicts if verdicts[module].is_made])
     stays = tuple(kept)
@@ -250,9 +253,9 @@ def _ignore(
 def _drafts_of(
     ref: TensorRef, linears: list[Linear], units: Units, recipe: Recipe
 ) -> Iterator[Draft]:
-    """Draft the steps of a stored tensor, which holds those linear layers.
+    """Draft the steps of a stored tensor with one or more linear layers.
 
-    Where all of them stay as they are, it stays whole.
+    The tensor stays whole where all of them stay.
     """
     own = [units.verdicts[linear.module] for linear in linears]
     if not any(
@@ -275,7 +278,7 @@ def _drafts_of(
 
 
 def find_fed(verdicts: Mapping[str, Verdict], recipe: Recipe, dialect: Dialect) -> list[Fed]:
-    """Find modules with a static scale of activations beside weights."""
+    """Find modules with a static input scale beside their weights."""
     table, found = dialect.TRAITS.fp8, []
     groups: dict[str, ScaleGroup] | None = None
     for module, verdict in verdicts.items():
@@ -291,7 +294,7 @@ def find_fed(verdicts: Mapping[str, Verdict], recipe: Recipe, dialect: Dialect) 
 
 
 def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
-    """Return how stacks were read, those of an artifact first."""
+    """Return the rules by which stacks were read, an artifact's first."""
     if all(one.stack is None and one.coding.artifact is None for one in linears.of.values()):
         return ()
     from fp4convert.checkpoint.expert_stacks import rules_read
@@ -302,11 +305,10 @@ def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
 def _change(linear: Linear, ref: TensorRef, recipe: Recipe, reason: str = "") -> Draft:
     """Draft the step of a tensor whose values or order change.
 
-    It keeps its dtype, unless it is put into tiles or --keep-dtype says another.
+    It keeps its dtype unless it is put into tiles, or --keep-dtype names another.
 
-    Raises InputError for a part of a stack that stays, under an adapter
+    Raises  InputError where an adapter changes an expert of a stack that stays
     """
-
     is_folded, text = bool(linear.coding.foldings), linear.coding.change
     dtype = linear.coding.becomes
     if is_folded and not reason:
@@ -331,8 +333,7 @@ def _change(linear: Linear, ref: TensorRef, recipe: Recipe, reason: str = "") ->
 
 
 def _keep(ref: TensorRef, recipe: Recipe) -> Draft:
-    """Draft the step of a tensor that is no linear layer; say why."""
-
+    """Draft the step of a tensor that is no linear layer, with the reason."""
     action: Action = "copy"
     if not ref.name.endswith(WEIGHT):
         reason = "not a linear layer's weight"
@@ -347,7 +348,7 @@ def _keep(ref: TensorRef, recipe: Recipe) -> Draft:
 
 
 def kept_modules(tasks: Iterable[Task]) -> list[str]:
-    """List modules with a matrix or a stack that stays, none four-bit."""
+    """List modules that are not quantized and have a matrix or a stack."""
     kept: set[str] = set()
     made = {""}
     for task in tasks:
@@ -367,10 +368,7 @@ def kept_modules(tasks: Iterable[Task]) -> list[str]:
 def _refuse_lookalikes(
     outputs: Mapping[str, TensorRef], dialect: Dialect, chosen: Collection[str]
 ) -> None:
-    """Raise InputError where a tensor that stays looks four-bit.
-
-    Readers would take it for a part of such a module.
-    """
+    """Raise InputError where a kept tensor looks like a four-bit one."""
     if others := sorted(set(dialect.find(outputs)) - set(chosen)):
         detail = (
             f"{others[0]} is kept, and its tensors have the names and types of four-bit ones in"

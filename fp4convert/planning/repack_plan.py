@@ -318,7 +318,7 @@ def _makers_of(
 
 
 def _scales_beside(drafts: Sequence[Draft], caches: Collection[str]) -> tuple[list[str], list[str]]:
-    """List input scales of FP8 modules without a place, and modules without one."""
+    """List input scales without a place, and FP8 modules without a scale."""
     unread, unit = [], []
     for step, specs, *_ in drafts:
         names = {spec.name for spec in specs}
