@@ -1,7 +1,7 @@
 """Take the global scales of weights from a file instead of measuring them.
 
-With them every weight is read once. Backends take an amax, so a plan holds the float32 amax whose
-global scale is the one of the file.
+Every weight is then read once. Backends take an amax, so a plan holds the float32 amax whose global
+scale is that of the file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEASURE = "Leave it out: global scales are then measured."
 
 
 class StoredScale(NamedTuple):
-    """A global scale as a file has it: a float32, and how it is meant."""
+    """A global scale of a file: a float32, and its kind."""
 
     number: float
     kind: Kind = "multiplier"
@@ -50,13 +50,13 @@ class StoredScale(NamedTuple):
 
 
 class GlobalScales(NamedTuple):
-    """Global scales that a file gives.
+    """The global scales of a file.
 
-    origin   names it for a person
-    modules  that it has scales of
+    origin   its name for people
+    modules  modules with a scale
     find     returns the scale of one of them
-    shapes   of the modules, where the file tells them
-    source   what find reads; None where it reads nothing
+    shapes   of the modules, where the file has them
+    source   read by `find`; None where it reads nothing
     """
 
     origin: str
@@ -108,9 +108,9 @@ def open_global_scales(reference: str, fmt: Format, target: Target) -> GlobalSca
 
 
 def scales_for_component(reference: str, name: str, count: int) -> str:
-    """Name what gives a component of a pipeline its global scales.
+    """Return the reference to the global scales of one component.
 
-    count   how many components the pipeline has
+    count   number of components of the pipeline
     Raises  InputError where one file would be for several
     """
     own = Path(reference, name)
@@ -147,7 +147,7 @@ def _json_numbers(path: str) -> dict[str, float]:
 
 
 def _check_folds(artifact: Artifact, origin: str, target: Target) -> None:
-    """Raise InputError where folds made other weights than they make here."""
+    """Raise InputError where the artifact's weights were folded otherwise."""
     made = artifact.record.get("method") if folds_recorded(artifact.record) else None
     if made is not None and made not in FOLDING:  # by the artifact that it was made of
         made = " or ".join(FOLDING)
@@ -184,10 +184,9 @@ def given_amaxes(
 ) -> tuple[dict[str, float], list[str]]:
     """Find the amax of every module that gets a given global scale.
 
-    Returns  module -> the float32 amax, and what a person should know
-    Raises   InputError where nothing takes a scale, where modules of the file and of the plan do
-             not fit, for numbers that are no scale, and for scale groups whose members have
-             different ones
+    Returns  module -> the float32 amax, and notes for people
+    Raises   InputError where no module takes a scale, where modules of file and plan differ, for
+             numbers that are no scale, and for scale groups with several scales
     """
     groups = {
         module: verdict.group
@@ -222,7 +221,7 @@ def given_amaxes(
 def _check_modules(
     verdicts: Mapping[str, Verdict], quantized: Collection[str], scales: GlobalScales
 ) -> None:
-    """Raise InputError for modules that the file lacks, or has too many."""
+    """Raise InputError for missing, unlike and unknown modules of the file."""
     known = set(scales.modules)
     next_step = f"Give scales of this model. {MEASURE}"
     if missing := [module for module in quantized if module not in known]:
@@ -275,10 +274,10 @@ def _listed(names: list[str]) -> str:
 
 
 def amax_of(stored: StoredScale, rule: str) -> tuple[float, bool]:
-    """Find the amax whose global scale is stored so, and whether there is.
+    """Return the amax of a stored global scale, and whether it is exact.
 
-    Where several are, as under a divisor, that with the fewest bits, as weights of 16 bits have.
-    Where none is, that of the nearest scale.
+    Of several, as under a divisor, the one with the fewest bits, as weights of 16 bits have. Where
+    no amax has that scale, the amax of the nearest scale.
     """
     reach, is_inverse = global_range(rule), stored.kind == "divisor"
     near = np.float32(reach / stored.number if is_inverse else reach * stored.number)

@@ -1,4 +1,4 @@
-"""Say what a person should know of a source, and of what stays."""
+"""Write notes for people on a source, its adapter and its result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NO_CONFIG = (
 
 
 def notes_on(checkpoint: Checkpoint) -> Iterator[str]:
-    """Say what a person should know of a source, whatever becomes of it."""
+    """Yield notes on a source that hold for every result."""
     if omitted := checkpoint.unindexed:
         yield (
             f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}; they are taken"
@@ -89,13 +89,11 @@ def note_stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> Iterator[s
 def note_left_behind(
     linears: Linears, tasks: Iterable[Task], is_written: bool, is_unit: bool, taken: Collection[str]
 ) -> Iterator[str]:
-    """Name scales that only the engine of a packed source has a use for.
-
-    Where those of activations are given, these take their place.
+    """Name scales that only the engine of a packed source uses.
 
     is_written  the plan writes scales of activations or of a cache
-    is_unit     those of activations are 1
-    taken       scales of a cache of keys and values that are taken over
+    is_unit     the scales of activations are 1; others replace the source's own
+    taken       scales of a KV cache that are taken over
     """
     stays = [
         step for task in tasks for step in task.steps if step.action == "copy" and step.is_made
@@ -129,7 +127,7 @@ def note_unread(
     config: Mapping[str, object],
     traits: Traits,
 ) -> Iterator[str]:
-    """Name modules that become quantized and that engines do not read so."""
+    """Name quantized modules that engines do not read."""
     formats = {module: forms[module].format for module in shapes}
     found: dict[str, list[str]] = defaultdict(list)
     for one in find_unread_modules(shapes, formats, recipe, config, traits.holds_embeddings):
@@ -140,7 +138,7 @@ def note_unread(
 
 
 def note_unchanged(verdicts: Mapping[str, Verdict], recipe: Recipe) -> Iterator[str]:
-    """Name what the request does not reach."""
+    """Note --via without effect, and a plan without quantized modules."""
     made = [verdict for verdict in verdicts.values() if verdict.is_made]
     if recipe.target.via and (
         same := [one for one in made if one.action != "quantize" or is_fp8(one.linear)]

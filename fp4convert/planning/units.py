@@ -1,7 +1,7 @@
-"""Gather modules that are made together, and draft their steps.
+"""Gather modules into units, and draft their steps.
 
-A unit is what one maker makes: the members of a scale group that lie in one shard, or a matrix of
-the dialect that holds several modules.
+A unit is written by one maker: the members of a scale group in one shard, or a matrix of the
+dialect that holds several modules.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Units:
             for group, members in self._members.items()
             if len(members) > 1
         }
-        # Stems by the module in whose place they stand, and what stands beside them in one shard.
+        # Stems by the module whose place they take, and the stems of each unit.
         self._stems: dict[str, Stem] = {}
         self._beside: dict[object, list[Stem]] = {}
         for name, shape in self.shapes.items():
@@ -68,7 +68,7 @@ class Units:
         self._makers: dict[object, Maker] = {}
 
     def draft(self, module: str) -> Iterator[Draft]:
-        """Draft the step of the stem that stands in a module's place, if one does."""
+        """Draft the step of the stem that takes a module's place, if any."""
         stem = self._stems.get(module)
         if stem is None:
             return
@@ -97,7 +97,7 @@ class Units:
         yield Draft(step, specs, next(iter(stem.input_scales), None), tuple(amaxes))
 
     def _key(self, stem: Stem, module: str) -> object:
-        """Return the same for stems that one maker makes."""
+        """Return the key of a stem's unit."""
         verdict = self.verdicts[module]
         if stem.name != module or verdict.group is None:
             return stem.name
