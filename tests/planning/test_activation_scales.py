@@ -80,18 +80,8 @@ def test_members_of_a_group_get_the_largest_and_a_warning_says_so(source, tmp_pa
         "modelopt",
         {**STORED, f"{MLP}.gate_proj": 0.5, f"{MLP}.up_proj": 2.0},
     )
-    done = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "--activations",
-        4,
-        "-o",
-        tmp_path / "out",
-        "--input-scale",
-        other,
-    )
+    words = ("--format", "nvfp4", "--activations", 4)
+    done = run("quantize", source, *words, "-o", tmp_path / "out", "--input-scale", other)
     assert done.code == 0
     assert (
         f"1 scale groups have members with different input scales in --input-scale {other}, the "
@@ -289,12 +279,8 @@ def test_a_calibration_that_does_not_fit_is_refused(source, tmp_path):
         True,
     )
     other = write_single(tmp_path / "other", {f"{MLP}.down_proj.weight": weight(1, 64, 128)})
-    error = refused(
-        other,
-        tmp_path / "out",
-        "--input-scale",
-        calibrate(source, tmp_path / "c.safetensors", AMAX),
-    )
+    words = ("--input-scale", calibrate(source, tmp_path / "c.safetensors", AMAX))
+    error = refused(other, tmp_path / "out", *words)
     assert error["code"] == "calibration-model"
 
 
@@ -352,18 +338,8 @@ def test_an_artifact_on_the_hub(hub, source, tmp_path):
         module: float(np.float32(value)) for module, value in STORED.items()
     }
     assert len(hub.seen) - before < 40
-    missing = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "--activations",
-        4,
-        "-o",
-        tmp_path / "none",
-        "--input-scale",
-        "org/gone",
-    )
+    words = ("--format", "nvfp4", "--activations", 4)
+    missing = run("quantize", source, *words, "-o", tmp_path / "none", "--input-scale", "org/gone")
     assert missing.code in (2, 4)
     assert "org/gone" in missing.err
     assert not (tmp_path / "none").exists()

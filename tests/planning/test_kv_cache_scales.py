@@ -93,19 +93,8 @@ def test_names_shapes_and_records(format, dialect, source, tmp_path):
 
 @every_dialect
 def test_a_constant_is_told(dialect, source, tmp_path):
-    done = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "--dialect",
-        dialect,
-        "--kv-cache",
-        "fp8",
-        "-o",
-        tmp_path / "out",
-        "--json",
-    )
+    words = ("--format", "nvfp4", "--dialect", dialect, "--kv-cache", "fp8")
+    done = run("quantize", source, *words, "-o", tmp_path / "out", "--json")
     assert (
         "scales of an FP8 cache are 1 for 1 of 1 attentions, the first model.layers.0.self_attn"
         in done.err
@@ -357,18 +346,8 @@ def test_a_calibration_that_says_nothing_of_a_cache_is_refused(source, tmp_path)
         {f"{stem}.{leaf}_proj.weight": weight(3) for stem in stems for leaf in "qkv"},
     )
     file = calibrated(two, tmp_path / "c.safetensors", {stems[0]: (44.8, 4.48)})
-    done = run(
-        "quantize",
-        two,
-        "--format",
-        "nvfp4",
-        "--kv-cache",
-        "fp8",
-        "--calibration",
-        file,
-        "-o",
-        tmp_path / "out",
-    )
+    words = ("--format", "nvfp4", "--kv-cache", "fp8", "--calibration", file)
+    done = run("quantize", two, *words, "-o", tmp_path / "out")
     assert "are 1 for 1 of 2 attentions, the first model.layers.1.self_attn" in done.err
     assert "no calibration gives them" in done.err
     assert sorted(floats(tmp_path / "out").values()) == [
