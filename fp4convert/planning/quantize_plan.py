@@ -121,7 +121,6 @@ def plan_quantize(
     dialect = dialect_to_write(recipe.target)
     refuse_other_container(checkpoint, dialect, str(recipe.target.dialect))
     verdicts = decide(linears, recipe, dialect)
-    # scales of activations, and global scales of weights
     fed = find_fed(verdicts, recipe, dialect)
     inputs, notes = scales_of(fed, scalars.inputs) if fed else ({}, [])
     notes = [*notes, *judge_scales(fed, inputs, scalars.inputs, scalars.calibration)]
