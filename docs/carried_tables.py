@@ -11,7 +11,7 @@ from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.fp8 import Fp8
 from fp4convert.checkpoint.encodings.int4 import Integers
 from fp4convert.numerics.formats import FP4_FORMATS, FP8, MXFP8, NVFP4
-from fp4convert.planning.kept_forms import held_form
+from fp4convert.planning.kept_dtype import held_form
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import TensorRef
 

@@ -27,8 +27,8 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.fp8_int import FP8_DTYPES
 from fp4convert.recipes.patterns import configs_in
-from fp4convert.recipes.recipe import Recipe, is_expert_stack, model_recipe
-from fp4convert.recipes.rules import FoldUse
+from fp4convert.recipes.recipe import Recipe, model_recipe
+from fp4convert.recipes.rules import FoldUse, is_expert_stack
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef
 from fp4convert.storage.source import Source
 

@@ -12,7 +12,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 
-from fp4convert.recipes.recipe import EXPERT_WORDS, Recipe, scale_groups
+from fp4convert.recipes.recipe import Recipe, scale_groups
+from fp4convert.recipes.rules import EXPERT_WORDS
 
 Numbers = tuple[int, ...]
 # The numbers at each place of a name, all combined with each other.

@@ -39,11 +39,10 @@ from fp4convert.execution.job import Job
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.makers.maker import Tools
 from fp4convert.numerics.backends import open_backend
-from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.kept_dtype import copy_as, keep_tensor
 from fp4convert.planning.notes import notes_on
 from fp4convert.planning.plan import Plan, Writing, refuse_collisions
-from fp4convert.planning.steps import Draft, Task, module_of
+from fp4convert.planning.steps import Draft, Task, module_of, refuse_forgotten
 from fp4convert.recipes.options import RecipeOptions
 from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import PREDICTION, Target, model_recipe

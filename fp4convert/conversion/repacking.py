@@ -54,17 +54,17 @@ from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import FLOAT_TYPES, FP4_FORMATS, Format, dtype_named, format_named
 from fp4convert.options.arguments import check_keep_dtype
 from fp4convert.options.rewriting import TranscodeOptions
-from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.gguf_template import PLACELESS, Framed, name_replaced, place_modules
-from fp4convert.planning.kept_forms import held_form, unheld
+from fp4convert.planning.kept_dtype import held_form, unheld
 from fp4convert.planning.kv_cache_scales import carry_cache
 from fp4convert.planning.plan import Plan
 from fp4convert.planning.repack_plan import (
-    Contents,
+    Transcoding,
     plan_dequantize,
     plan_transcode,
     refuse_other_matrices,
 )
+from fp4convert.planning.steps import refuse_forgotten
 from fp4convert.quality.scale_checks import (
     are_equal,
     check_other_scales,
@@ -172,7 +172,7 @@ def prepare_transcode(
 
 
 def _plan_framed(
-    artifact: Artifact, contents: Contents, target: Target, donor: Source
+    artifact: Artifact, contents: Transcoding, target: Target, donor: Source
 ) -> tuple[Plan, dict[str, str]]:
     """Plan an artifact's modules in the frame of a GGUF file.
 
@@ -265,7 +265,7 @@ def _activations(artifact: Artifact, fmt: Format, made: Format | None) -> int:
     return max((form.activations for form in artifact.forms if form.format is fmt), default=16)
 
 
-def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Contents:
+def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Transcoding:
     """Find the form of every quantized module in the target's dialect."""
     traits = dialect_named(str(target.dialect)).TRAITS
     unrecorded = find_fp8(artifact.clues, artifact.packed)
@@ -281,7 +281,7 @@ def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Con
         form = module_form(target._replace(activations=bits), fmt.name)
         forms |= {module: form for module, own in becoming.items() if own is fmt}
     if traits.container == "gguf" and four:  # which has no place for them: they become floats
-        return Contents(artifact, others, forms)
+        return Transcoding(artifact, others, forms)
     eight = {packed.form.format for packed in artifact.others.values()}
     eight |= {one.coding.format for one in unrecorded.values() if one.coding.format}
     for module, linear in others.items():
@@ -291,7 +291,7 @@ def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Con
         if own is None:
             raise unheld(linear, target, step, four | eight)
         forms[module] = own
-    return Contents(artifact, others, forms)
+    return Transcoding(artifact, others, forms)
 
 
 def _check_unit_scales(artifact: Artifact, donor: Source) -> None:

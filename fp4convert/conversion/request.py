@@ -280,8 +280,8 @@ def _recipe_for(
         keep_dtype=options.keep_dtype,
     )
     if is_weighed:
-        told = (options.damping, DAMPING), (options.passes, PASSES)
-        damping, passes = (default if given is None else given for given, default in told)
+        damping = DAMPING if options.damping is None else options.damping
+        passes = PASSES if options.passes is None else options.passes
         target = target._replace(damping=float(damping), passes=int(passes))
     recipe = build_recipe(target, source.checkpoint.config, options)
     return replace(recipe, keeps_packed=options.keep_packed)

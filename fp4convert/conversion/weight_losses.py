@@ -36,7 +36,6 @@ from fp4convert.calibration.input_power import Inputs
 from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.encodings.base import Linear, find_not_finite
 from fp4convert.errors import InputError, NumericError
-from fp4convert.execution.crew import read_again_if_damaged
 from fp4convert.execution.leases import Leases, do_together
 from fp4convert.execution.plan_file import STATE, refuse_links
 from fp4convert.execution.settings import Settings, summarize
@@ -52,7 +51,7 @@ from fp4convert.quality.losses import TENSOR, RowSample, Weighed, sample_matrix,
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.disk import replace_file
 from fp4convert.storage.json_text import MISSHAPEN, read_text_file
-from fp4convert.storage.source import Source, read_each
+from fp4convert.storage.source import Source, read_again_if_damaged, read_each
 from fp4convert.version import __version__
 
 FOLDER = "measured"

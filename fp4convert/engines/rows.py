@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
+import re
+from collections.abc import Callable, Collection, Iterable
+from fnmatch import translate
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from fp4convert.engines.versions import Versions, read_versions
@@ -126,8 +128,13 @@ class Condition(NamedTuple):
         )
 
 
-def _fit_any(globs: Iterable[str], names: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, glob) for name in names for glob in globs)
+def _fit_any(globs: Iterable[str], names: Collection[str]) -> bool:
+    return any(any(map(_matcher(glob), names)) for glob in globs)
+
+
+@cache
+def _matcher(glob: str) -> Callable[[str], re.Match[str] | None]:
+    return re.compile(translate(glob)).match
 
 
 class Row(NamedTuple):

@@ -1,7 +1,7 @@
-"""Carry out one plan to its last byte, alone or with others.
+"""Carry out one plan, alone or with other processes.
 
-Any number of processes carry out one plan: each takes tasks that nobody has, and whoever is there
-when the last is done ends it.
+Each process takes tasks that no other has; the one that is there when the last task is done ends
+the conversion.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fp4convert.checkpoint.record import MIXED
 from fp4convert.errors import CORRUPT, NumericError, OutputError, SourceError
-from fp4convert.execution.crew import Crew, read_again_if_damaged
+from fp4convert.execution.crew import Crew
 from fp4convert.execution.fill import TaskWriter
 from fp4convert.execution.finish import (
     ENDING,
@@ -35,7 +35,7 @@ from fp4convert.execution.settings import Result, Settings, summarize
 from fp4convert.makers.maker import Fact, Tools, UnsoundShardError
 from fp4convert.planning.steps import Action, Task
 from fp4convert.process import memory_nbytes
-from fp4convert.storage.source import stopping
+from fp4convert.storage.source import read_again_if_damaged, stopping
 
 CACHED_SHARE = 0.5  # of the memory: a source that is read twice stays in the page cache
 TRIES = 3  # to write files that afterwards are what was written
@@ -57,7 +57,7 @@ RARE: dict[str, Action] = {  # what tensors became beside the usual
 
 
 def carry_out(job: Job, tools: Tools, output: Path, settings: Settings) -> Result:
-    """Do all of a job that is not done yet and that nobody else does.
+    """Do the tasks of a job that are not done and that no other process does.
 
     Raises  InputError for an output that cannot be there; NumericError, after all sound shards are
             written, where weights are NaN or Inf; SourceError where the source changed or is gone;
@@ -69,7 +69,7 @@ def carry_out(job: Job, tools: Tools, output: Path, settings: Settings) -> Resul
         ending = run.work()
         own_nbytes = sum(map(folder.nbytes_of, folder.hashes))
         own_shards = sum(shard.file in folder.hashes for shard in job.plan.shards)
-    # Count what the whole job did, or after one of several parts what that part did.
+    # Count the whole job, or the one part of it that this process does.
     share, target, tasks = settings.share, job.plan.target, job.plan.tasks
     sizes = {shard.file: shard.nbytes for shard in job.source.checkpoint.shards}
     if share:
@@ -105,10 +105,7 @@ def carry_out(job: Job, tools: Tools, output: Path, settings: Settings) -> Resul
 
 
 class _Run:
-    """What this process does of a conversion.
-
-    Tasks that nobody else does, and perhaps the end.
-    """
+    """The tasks that this process does, and perhaps the end of the conversion."""
 
     def __init__(self, job: Job, tools: Tools, folder: OutputFolder, settings: Settings) -> None:
         self._source = job.source
@@ -136,14 +133,13 @@ class _Run:
 
     @property
     def adopted_nbytes(self) -> int:
-        """Count the source's bytes that others have converted before."""
+        """Count the source's bytes that others had converted before."""
         return sum(self._adopted.values())
 
     def work(self) -> Ending | None:
-        """Do what nobody else does, until the whole or this part is done.
+        """Do tasks that no other process does, until all or this part is done.
 
-        Returns  how it ended; None after a part
-        Raises   NumericError, after all sound shards are written, where weights are NaN or Inf
+        Returns  the end of the conversion; None after a part
         """
         folder = self._folder
         folder.send_kept()
@@ -160,7 +156,7 @@ class _Run:
                 self._source.check_unchanged(shard.file)
             if self._settings.share is not None:
                 return None
-            # One process at a time checks the whole: it ends it, or has what is harmed done again.
+            # One process at a time checks the whole; it ends it, or requeues damaged tasks.
             with folder.leases.hold_when_free(ENDING, WHY_ENDING):
                 if ending := ended_meanwhile(folder, self._mark):
                     return ending
@@ -168,7 +164,7 @@ class _Run:
                     return write_ending(folder)
 
     def _find_left(self) -> list[TaskFiles]:
-        """Find what is still to be done, and count what others did."""
+        """List the tasks that are not done, and count those that others did."""
         left = [
             task
             for task in self._mine
@@ -187,7 +183,7 @@ class _Run:
         return left
 
     def _do_free(self, left: list[TaskFiles]) -> bool:
-        """Fill the shards and copy the files that nobody else has."""
+        """Fill shards and copy files that no other process has taken."""
         self._has_taken = False
         own = [task for task in left if task.key in self._tasks]
         self._last = own[-1].key if own else ""
@@ -242,11 +238,11 @@ class _Run:
         return tuple(facts)
 
     def _has_two_passes(self, task: Task) -> bool:
-        """Tell whether global scales are found before any weight is rounded.
+        """Return whether all global scales are found before a weight is rounded.
 
-        They stand first in a shard, whose hash then goes along with the rounding.  That of the last
-        shard would run alone; that of another runs beside the next shard.  What is read twice has
-        to stay in the page cache.
+        Scales stand first in a shard, so that the hash goes along with the rounding. The hash of
+        the last shard would run alone; others run beside the next shard. The source, read twice,
+        has to stay in the page cache.
         """
         is_cached = self._sizes[task.key] <= CACHED_SHARE * memory_nbytes()
         return task.key == self._last and is_cached and not self._source.is_streamed
@@ -254,7 +250,7 @@ class _Run:
     def _explain_unsound(self) -> NumericError:
         """Return one error for all unsound tensors.
 
-        It names each that an option leaves out, and the first of the others.
+        It names every tensor that an option leaves out, and the first of the others.
         """
         from fp4convert.checkpoint.module_names import split_numbers
 
@@ -269,7 +265,7 @@ class _Run:
         return summarize([*excludable, *others])
 
     def _tell_whom(self, left: list[TaskFiles]) -> None:
-        """Tell a person for whom everything waits."""
+        """Tell a person which processes this one waits for."""
         others = self._folder.leases.others()
         if others:
             file = next(iter(left[0].files))
@@ -278,10 +274,10 @@ class _Run:
             )
 
     def _forget_harmed(self) -> bool:
-        """Have tasks done again that are harmed or disputed; False without any.
+        """Requeue damaged and disputed tasks; return whether there were any.
 
-        Disputed are tasks that found other global scales for a group than others did: one of them
-        has read what never was in the source.
+        Tasks are disputed that found different global scales for one group: one of them read bytes
+        that never were in the source.
         """
         elsewhere = self._folder.elsewhere
         again = find_harmed(self._folder, self._settings.phases, self._settings.is_forced)
@@ -300,9 +296,9 @@ class _Run:
         return bool(again)
 
     def _find_disputed(self) -> list[TaskFiles]:
-        """Find disputed tasks, and have their source read anew.
+        """Find disputed tasks, and distrust what was read of the source.
 
-        Raises  SourceError where that was done once for the same scale group
+        Raises  SourceError for the second dispute about the same scale group
         """
         disputes = find_disputes(self._folder)
         for group in disputes.keys() & self._disputed:
@@ -316,15 +312,12 @@ class _Run:
         return list({task.key: task for tasks in disputes.values() for task in tasks}.values())
 
     def _has_gone(self, task: TaskFiles) -> bool:
-        """Tell whether a task's files have left this disk."""
+        """Return whether a task's files have left this disk."""
         done = self._folder.record_of(task)
         return done is not None and done.is_gone
 
     def _count_try(self, task: TaskFiles) -> None:
-        """Count how often a task's files were harmed.
-
-        Raises  OutputError where that is too often
-        """
+        """Count a damaged task; raise OutputError where it happens too often."""
         self._tries[task.key] = self._tries.get(task.key, 0) + 1
         if self._tries[task.key] <= TRIES:
             return
@@ -337,7 +330,7 @@ class _Run:
         raise OutputError("damaged", detail, "Choose another disk: -o FOLDER.")
 
     def _tell_again(self, tasks: list[TaskFiles], why: str) -> None:
-        """Tell what is made again, and count it as work."""
+        """Tell which files are made again, and count them as work."""
         files = [file for task in tasks for file in task.files]
         self._settings.tell(f"made again, the first {files[0]}: {len(files)} files; {why}")
         for task in tasks:
@@ -347,9 +340,7 @@ class _Run:
 
 
 def _nbytes_of(task: Task, sizes: Mapping[str, int]) -> int:
-    """Count the source's bytes that become a task's shards.
-
-    Where a shard is named as the one that it is made of, those of the whole file.
+    """Count the source's bytes of a task, or of a file with its name.
 
     sizes  of the source's files
     """

@@ -5,21 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TypeVar
 
-from fp4convert.errors import CORRUPT, NumericError, OutputError, SourceError
+from fp4convert.errors import NumericError, OutputError
 from fp4convert.execution.fill import Making, TaskWriter
 from fp4convert.execution.settings import Settings
 from fp4convert.makers.maker import Fact, Tools, UnsoundShardError
-from fp4convert.planning.steps import Task, Work
-
-T = TypeVar("T")
+from fp4convert.planning.steps import MakerSteps, Task
 
 
 class Crew:
-    """The threads that fill shards, of several at once.
+    """The threads that fill shards, several shards at once.
 
-    What was asked for first is done first; the next shard begins when threads are about to have
+    Shards are filled in the order of the tasks; the next one begins when threads are about to have
     nothing to do.
     """
 
@@ -41,13 +38,13 @@ class Crew:
         write: Callable[[Task], None],
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write the shards of every task, each task in a thread of its own.
+        """Write the shards of every task, one thread for each task.
 
-        While some are hashed, flushed and named, others are filled.
+        While some shards are hashed, flushed and named, others are filled.
 
-        write  has `fill` called once, or more often, and does the rest
-        after  is called when all are begun, beside the last of them; where it fails, shards that
-               are filled are finished all the same
+        write  calls `fill` once or more often, and does the rest
+        after  called when all tasks are begun; where it fails, filled shards are finished all the
+               same
         """
         most = self._settings.shards_at_once
         with self._pool, ThreadPoolExecutor(most) as pool:
@@ -64,8 +61,8 @@ class Crew:
                 after()
                 self._wait_for(lambda: not self._unfinished)
             except BaseException as error:
-                # After what failed, all that is begun is finished, as far as it does not fail too;
-                # after an interrupt, then as well, nobody wants to wait.
+                # After a failure, tasks that are begun are finished as far as they do not fail
+                # too; after an interrupt, then as well, nobody wants to wait.
                 try:
                     with self._changed:
                         is_failure = isinstance(error, Exception)
@@ -102,7 +99,7 @@ class Crew:
                 self._changed.notify_all()
 
     def _wait_for(self, is_so: Callable[[], bool]) -> None:
-        """Wait until something is so; raise what failed in another thread."""
+        """Wait until a condition holds; raise the failure of another thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure or is_so())
             if self._failure:
@@ -121,14 +118,13 @@ class Crew:
             raise OutputError("stopped", "shards were not finished")
 
     def fill(
-        self, works: Sequence[Work], writer: TaskWriter, has_two_passes: bool = False
+        self, works: Sequence[MakerSteps], writer: TaskWriter, has_two_passes: bool = False
     ) -> tuple[Fact, ...]:
-        """Have makers fill a shard, and hash it as it grows; return the facts.
+        """Fill a shard by its makers and hash it as it grows; return the facts.
 
-        Makers go in the order in which they lie in the file: what is streamed arrives so, and the
-        hash goes along with what is written.
+        Makers run in the order of the file, in which streamed bytes arrive and are hashed.
 
-        has_two_passes  all makers that pause come to their pause before one of them goes on
+        has_two_passes  all makers that pause reach their pause before one of them goes on
         Raises          UnsoundShardError after all sound makers are done
         """
         place = _place_in_source if self._tools.source.is_streamed else _place_in_result
@@ -190,20 +186,10 @@ def _unsound_in(future: Future[None]) -> list[NumericError]:
     return []
 
 
-def _place_in_source(work: Work) -> int:
+def _place_in_source(work: MakerSteps) -> int:
     return min([step.refs[0].start if step.refs else 0 for step in work.steps])
 
 
-def _place_in_result(work: Work) -> int:
+def _place_in_result(work: MakerSteps) -> int:
     """Return the place of the largest output of a first step in its file."""
     return min([max(step.outputs, key=lambda ref: ref.nbytes).start for step in work.steps])
-
-
-def read_again_if_damaged(read: Callable[[], T]) -> T:
-    """Call a function, and once more where what it reads arrives damaged."""
-    try:
-        return read()
-    except SourceError as error:
-        if error.code != CORRUPT:
-            raise
-    return read()

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fp4convert.makers.maker import PAUSE, Fact, Tools
-from fp4convert.planning.steps import Task, Work
+from fp4convert.planning.steps import MakerSteps, Task
 from fp4convert.storage.shard_writer import ShardWriter
 
 
 class TaskWriter:
-    """The shards of one task, by the name of the file."""
+    """Writes the shards of one task.
+
+    shards  by the name of the file
+    """
 
     def __init__(self, folder: Path, task: Task) -> None:
         self.shards: dict[str, ShardWriter] = {}
@@ -26,7 +29,7 @@ class TaskWriter:
             raise
 
     def begin_again(self) -> None:
-        """Write everything anew, from the first byte of every output."""
+        """Begin again at the first byte of every output."""
         for shard in self.shards.values():
             shard.begin_again()
 
@@ -42,12 +45,12 @@ class TaskWriter:
 
 
 class Making:
-    """A maker at work, and the outputs that its parts are appended to.
+    """Runs a maker and appends its parts to the outputs.
 
-    facts  its return value; nothing before its end
+    facts  the maker's return value; () before its end
     """
 
-    def __init__(self, work: Work, tools: Tools, writer: TaskWriter) -> None:
+    def __init__(self, work: MakerSteps, tools: Tools, writer: TaskWriter) -> None:
         self.work = work
         self.facts: tuple[Fact, ...] = ()
         self._parts = work.maker.parts(tools)
@@ -80,6 +83,6 @@ class Making:
                 raise
 
     def close(self) -> None:
-        """End the maker where it stands; it holds nothing afterwards."""
+        """End the maker, which then holds nothing."""
         self._parts.close()
         self.is_done = True

@@ -1,7 +1,7 @@
 """End a conversion: check the files, write the records last.
 
-It needs the output folder alone, so whoever is there when the last task is done can do it, or
-`merge` later.
+Only the output folder is needed, so any process that is there when the last task is done can do it,
+or `merge` later.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from fp4convert.storage.disk import (
 )
 from fp4convert.storage.json_text import as_text
 
-ENDING = "end"  # the lease of whoever ends the conversion
+ENDING = "end"  # the lease of the process that ends the conversion
 WHY_ENDING = "checks what is written, and ends the work"
 
 
 class Ending(NamedTuple):
     """A finished folder: the digest, the size and the sha256 of all its files.
 
-    nbytes    of what was planned: without the report
-    fidelity  the summary of its report; None where nothing was rounded
-    saturated how many modules have weights beyond what their given global scales can say
+    nbytes    without the report, which no plan counts
+    fidelity  summary of the report; None where nothing was rounded
+    saturated number of modules with weights beyond their given global scales
     """
 
     digest: str
@@ -65,10 +65,10 @@ def find_harmed(
 ) -> list[TaskFiles]:
     """Find tasks whose files are not what was written.
 
-    Files that others wrote are read, but for those that are as they were sealed.  Of those that
-    went elsewhere whoever has them is asked.
+    Files of other processes are read, except those with a sound seal. The place that files were
+    sent to is asked about them.
 
-    is_reading_all  sealed files are read, too: a disk may have lost bytes below them
+    is_reading_all  sealed files are read too: a disk may have lost bytes of them
     """
     records = {task.key: folder.record_of(task) for task in folder.manifest.tasks}
     sizes: dict[str, int] = {}
@@ -122,10 +122,10 @@ def find_harmed(
 
 
 def find_edited(folder: OutputFolder) -> list[str]:
-    """Find small files that somebody changed since the folder was finished.
+    """Find small files that were changed since the folder was finished.
 
-    They are written again, but for the model card, which people edit; copies of the same size are
-    found harmed later.
+    They are written again, except for the model card, which people edit. Changed copies of the
+    same size are found by `find_harmed`.
     """
     _, plan_id, files = read_ended(folder.root)
     if plan_id != folder.manifest.plan_id:
@@ -150,7 +150,7 @@ def find_edited(folder: OutputFolder) -> list[str]:
 def find_disputes(folder: OutputFolder) -> dict[str, list[TaskFiles]]:
     """Find scale groups whose global scale differs between shards.
 
-    Returns  the tasks of all shards of each
+    Returns  group -> the tasks of its shards
     """
     found: dict[str, dict[str, float]] = {}
     for task in folder.manifest.tasks:
@@ -165,11 +165,9 @@ def find_disputes(folder: OutputFolder) -> dict[str, list[TaskFiles]]:
 
 
 def write_ending(folder: OutputFolder) -> Ending:
-    """Write the texts and the report, then the record.
+    """Write texts and report of finished, checked tasks, then the record.
 
-    Every task is finished, and its files are known to be what was written.
-
-    Raises  OutputError where the record of one went away meanwhile
+    Raises  OutputError where the record of a task has gone meanwhile
     """
     manifest, record = folder.manifest, folder.manifest.record
     done_records = []
@@ -201,13 +199,13 @@ def write_ending(folder: OutputFolder) -> Ending:
 
 
 def _record_text(record: dict[str, object], files: dict[str, str]) -> str:
-    """Write out our own record, with the sha256 of what is digested."""
+    """Return the text of our record, with the sha256 of digested files."""
     listed = {file: sha256 for file, sha256 in sorted(files.items()) if file not in UNDIGESTED}
     return as_text({**record, "files": listed})
 
 
 def record_nbytes(record: dict[str, object], files: Iterable[str]) -> int:
-    """Count exactly what our own record of those files will take."""
+    """Count the exact bytes of our record of some files."""
     text = _record_text(record, dict.fromkeys(files, "0" * SHA256_DIGITS))
     return len(text.encode("utf-8", "surrogatepass"))
 
@@ -226,9 +224,9 @@ def _ending(folder: OutputFolder, files: dict[str, str]) -> Ending:
 
 
 def ended_meanwhile(folder: OutputFolder, before: Mark | None) -> Ending | None:
-    """Describe the folder where another process has ended it; else None.
+    """Describe a folder that another process has ended; None otherwise.
 
-    before  the folder's mark at first (read_ended)
+    before  the folder's mark at the beginning (read_ended)
     """
     mark, plan_id, files = read_ended(folder.root)
     expected = {*folder.manifest.files, folder.manifest.last}
@@ -245,19 +243,17 @@ def ended_meanwhile(folder: OutputFolder, before: Mark | None) -> Ending | None:
 def merge(
     root: Path, phases: Phases, tell: Callable[[str], None] = lambda line: None
 ) -> dict[str, object]:
-    """End a conversion whose every task is done, and describe it.
+    """End a conversion whose tasks are done, by whichever processes.
 
-    It does not matter by which processes and in which folders they were done.
-
-    tell  gets a line where another process is waited for
+    tell     gets a line where another process is waited for
     Returns  the document of `merge`
-    Raises  InputError where the folder is not begun, or its shards go to the Hub; OutputError where
-            a shard is missing or is not what was written
+    Raises   InputError where the folder is not begun, or its shards go to the Hub; OutputError
+             where a shard is missing or is not what was written
     """
     started = time.monotonic()
     manifests, ending = _end(root, phases, tell)
     manifest = manifests[0]
-    # Whoever began it knew what it is made from and for; elsewhere its paths are others.
+    # The process that began it knew the source; in another place its paths are wrong.
     steps = list(manifest.next) if os.path.abspath(root) == manifest.root else []
     if not steps and manifest.record:
         source = ("--source", manifest.origin["repo"]) if manifest.origin.get("repo") else ()
@@ -276,10 +272,10 @@ def merge(
 
 
 def _end(root: Path, phases: Phases, tell: Callable[[str], None]) -> tuple[list[Manifest], Ending]:
-    """End the plan in a folder, after those in the folders of its parts.
+    """End the plan in a folder, after the plans of its parts.
 
-    Returns  the plan and those of its parts; and the folder with all of these, whose files have
-             their folder's name before theirs
+    Returns  the plan and those of its parts; and the ending, in which names of a part's files begin
+             with its folder
     """
     with write_errors_at(root):
         manifest = read_manifest(root) if (root / PLAN_FILE).exists() else None
@@ -289,10 +285,7 @@ def _end(root: Path, phases: Phases, tell: Callable[[str], None]) -> tuple[list[
             found = f"{root}: {'a file' if root.exists() else 'no such folder'}"
         detail = f"{found}; expected the output of quantize or prune"
         raise InputError("no-plan", detail, "Give the folder that was named with -o.")
-    with (
-        reopened(root, manifest, tell) as folder,
-        folder.leases.hold_when_free(ENDING, WHY_ENDING),
-    ):
+    with reopened(root, manifest, tell) as folder, folder.leases.hold_when_free(ENDING, WHY_ENDING):
         parts = {}
         for part, plan_id in manifest.parts.items():
             is_begun = (root / part / PLAN_FILE).exists()
@@ -313,10 +306,7 @@ def _end(root: Path, phases: Phases, tell: Callable[[str], None]) -> tuple[list[
 
 
 def _refuse_unfinished(folder: OutputFolder) -> None:
-    """Raise OutputError where a task is not done, for a file that is absent.
-
-    InputError where finished files go to the Hub, by the one command that also ends it
-    """
+    """Raise OutputError where a task is not done, InputError with a Hub."""
     if not (missing := [file for task in folder.missing() for file in task.files]):
         return
     if nbytes_there(folder.root / HUB_FILE) is not None:
@@ -334,10 +324,7 @@ def _refuse_unfinished(folder: OutputFolder) -> None:
 
 
 def _refuse_harmed(folder: OutputFolder, phases: Phases) -> None:
-    """Raise OutputError for files that are not what was written.
-
-    And for shards of one scale group that have different global scales.
-    """
+    """Raise OutputError for damaged files or uneven scale groups."""
     root = folder.root
     files = []
     for task in find_harmed(folder, phases):

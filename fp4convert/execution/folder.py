@@ -1,4 +1,4 @@
-"""The folder being written: files on their way, their names, what is done.
+"""Write the output folder: temporary files, final names, records of tasks.
 
   OUT/.fp4convert/plan.json         the plan being carried out: its identity, every task with its
                                     files, the texts written last
@@ -12,8 +12,8 @@
   OUT/.fp4convert/measured/         what --target-size measured of each shard: weight_losses.py
   OUT/.fp4convert/hub.json          the repository to which shards have gone, instead of staying
 
-A shard that goes elsewhere is sent while it is on its way, never gets its name in OUT, and is
-removed when its record says so: a process that dies between leaves what `sweep` removes.
+A shard that goes elsewhere is sent as a temporary file and never gets a name in OUT. It is removed
+after its record says that it has gone; `sweep` removes the files of a process that died before.
 
 Any number of processes may carry out the same plan at once.  Nothing foreign is ever removed.
 """
@@ -33,16 +33,8 @@ from typing import BinaryIO
 from fp4convert.errors import OutputError, SourceError
 from fp4convert.execution.fill import TaskWriter
 from fp4convert.execution.leases import Leases
-from fp4convert.execution.output_check import (
-    refuse_all_links,
-)
-from fp4convert.execution.plan_file import (
-    DONE,
-    STATE,
-    Done,
-    Manifest,
-    TaskFiles,
-)
+from fp4convert.execution.output_check import refuse_all_links
+from fp4convert.execution.plan_file import DONE, STATE, Done, Manifest, TaskFiles
 from fp4convert.execution.settings import Elsewhere, OnNamed
 from fp4convert.makers.maker import Fact
 from fp4convert.planning.steps import Shard, Task
@@ -66,12 +58,11 @@ POLL_SECONDS = 0.1  # in which an interrupt ends a wait
 
 @dataclass(slots=True)
 class OutputFolder:
-    """The output, as long as this process works in it.
+    """The output folder while this process works in it.
 
-    hashes   sha256 of every file that this process has written, has read again, or found as another
-             had sealed it
-    on_named called with the path, the name and the sha256 of every file that has got its final
-             name, by several threads at times
+    hashes     sha256 of every file that this process wrote, read again, or found sealed by another
+    on_named   called with path, name and sha256 of every file that got its final name; several
+               threads may call it
     elsewhere  where shards go; None where they stay
     """
 
@@ -83,12 +74,6 @@ class OutputFolder:
     elsewhere: Elsewhere | None = None
     # Records of finished tasks, by key: who waits for others looks often.
     _parsed: dict[str, tuple[Mark, Done]] = field(default_factory=dict)
-    _planned: dict[str, int] = field(init=False)  # sizes of the files of all tasks
-
-    def __post_init__(self) -> None:
-        self._planned = {
-            name: size for task in self.manifest.tasks for name, size in task.files.items()
-        }
 
     @property
     def state(self) -> Path:
@@ -96,15 +81,15 @@ class OutputFolder:
 
     @property
     def temps(self) -> Path:
-        """Return where this process has its files on their way."""
+        """Return the folder of this process's temporary files."""
         return self.state / "tmp" / self.leases.name
 
     def record_of(self, task: TaskFiles) -> Done | None:
-        """Return what a task wrote; None where it is not finished.
+        """Return the record of a finished task; None otherwise.
 
-        A task whose files are gone or have other sizes is not finished, but for the model card,
-        which people edit.  Its record is parsed once as long as it stays the same file; where it is
-        damaged it proves nothing.
+        A task whose files are gone or have other sizes is not finished, except for the model card,
+        which people edit. A damaged record proves nothing. A record is parsed once as long as it
+        stays the same file.
         """
         try:
             fd = open_no_link(self._record_path(task), os.O_RDONLY)
@@ -130,23 +115,24 @@ class OutputFolder:
         return self.state / DONE / f"{task.key}.json"
 
     def nbytes_of(self, file: str) -> int:
-        """Count the bytes of a finished file, also of one that has left."""
-        found = nbytes_there(self.root / file)
-        return self._planned.get(file, 0) if found is None else found
+        """Return the size of a finished file, or of one that has left."""
+        if (nbytes := nbytes_there(self.root / file)) is not None:
+            return nbytes
+        return next((task.files[file] for task in self.manifest.tasks if file in task.files), 0)
 
     def missing(self) -> list[TaskFiles]:
         """List the tasks of the plan that are not finished."""
         return [task for task in self.manifest.tasks if self.record_of(task) is None]
 
     def forget(self, task: TaskFiles) -> None:
-        """Have a task done again."""
+        """Remove the record of a task, so that it is done again."""
         with write_errors_at(self.root):
             self._record_path(task).unlink(missing_ok=True)
         for file in task.files:
             self.hashes.pop(file, None)
 
     def take_tasks(self, tasks: Iterable[TaskFiles]) -> Iterator[TaskFiles]:
-        """Claim tasks that nobody has finished or is at work on, one by one."""
+        """Claim tasks that nobody has finished or works on, one by one."""
         named = {task.key: task for task in tasks}
         for key in self.leases.take_undone(
             named, lambda key: self.record_of(named[key]) is not None
@@ -159,8 +145,8 @@ class OutputFolder:
     def remove(self, file: str) -> None:
         """Remove a file, if it is there.
 
-        It goes through the files of this process on their way: where these are gone, and another
-        plan may have taken the place of ours, that fails.
+        The file is moved to the temporary files of this process first. Where these are gone,
+        another plan may have taken the folder over, and the move fails.
         """
         path, removed = self.root / file, self.temps / f"removed-{Path(file).name}"
         with write_errors_at(path):
@@ -177,26 +163,25 @@ class OutputFolder:
             removed.unlink(missing_ok=True)
 
     def is_given_up(self) -> bool:
-        """Tell whether the files of this process on their way are gone."""
+        """Return whether the temporary files of this process are gone."""
         try:
             self.temps.lstat()
-        except FileNotFoundError:
-            return True
-        except OSError:  # a disk that does not answer: the work itself will tell
-            return False
+        except OSError as error:  # of a disk that does not answer the work itself will tell
+            return isinstance(error, FileNotFoundError)
         return False
 
     def make_given_up_error(self) -> OutputError:
-        """Return the error of a process whose files on their way are gone.
+        """Return the error of a process whose temporary files are gone.
 
-        What is in the folder now need not be its plan's.
+        The folder may hold another plan by now.
         """
         detail = (
             f"{self.temps} was removed by another process, which saw no sign of life of this one, "
             "or by hand"
         )
-        next_step = "Run the same command again: what is finished is kept."
-        return OutputError("given-up", detail, next_step)
+        return OutputError(
+            "given-up", detail, "Run the same command again: what is finished is kept."
+        )
 
     def write_task(
         self,
@@ -206,11 +191,11 @@ class OutputFolder:
     ) -> None:
         """Fill the shards of a task, flush and close them, and name them.
 
-        Before it has its name, each is opened by the package safetensors, too.
+        The package safetensors opens each shard before it gets its name.
 
-        fill   appends every tensor, and returns the facts; None for shards that are not whole: they
-               are discarded, and the task is given back
-        check  is called with the size of every block that is hashed; what it raises ends that
+        fill   appends every tensor and returns the facts; None for unfinished shards, which are
+               discarded, and the task is given back
+        check  called with the size of every block that is hashed; what it raises ends the hashing
         """
         writer = TaskWriter(self.temps, task)
         try:
@@ -237,11 +222,11 @@ class OutputFolder:
     ) -> None:
         """Give a task's files their final names and record that it is done.
 
-        Those that go elsewhere are sent there, recorded and removed.  Where another process did
-        so first, our files go.
+        Files that go elsewhere are sent, recorded and removed. Where another process finished the
+        task first, our files are removed.
 
-        place  where each file is
-        check  is called while a file is sent; what it raises ends the wait
+        place  returns the path of a file
+        check  called while a file is sent; what it raises ends the wait
         """
         is_first = self.record_of(task) is None
         if is_first and self.elsewhere and task.may_leave:
@@ -268,7 +253,7 @@ class OutputFolder:
         place: Callable[[str], Path],
         check: Callable[[int], None],
     ) -> None:
-        """Send a task's files elsewhere; then record that, and remove them."""
+        """Send a task's files elsewhere, record that, and remove them."""
         sent = [elsewhere.send(place(file), file, sha256) for file, sha256 in done.files.items()]
         for future in filter(None, sent):
             while not wait([future], POLL_SECONDS).done:
@@ -281,9 +266,9 @@ class OutputFolder:
                 place(file).unlink(missing_ok=True)
 
     def send_kept(self) -> None:
-        """Send away what an earlier run has kept of what now goes elsewhere.
+        """Send away the files of an earlier run that kept them.
 
-        What it had not finished, or is not what it wrote, is removed.
+        Files that are unfinished, or not what that run wrote, are removed.
         """
         if self.elsewhere is None or self.leases.others():
             return
@@ -297,7 +282,7 @@ class OutputFolder:
                 self.remove(file)
 
     def _is_as_written(self, done: Done) -> bool:
-        """Tell whether the files of a task can be read and are what it wrote."""
+        """Return whether the files of a task are what it wrote."""
         try:
             return all(
                 is_sealed(self.root / file, sha256, done.seals.get(file))
@@ -308,7 +293,7 @@ class OutputFolder:
             return False
 
     def write_texts(self, texts: dict[str, str]) -> None:
-        """Write small files of ours, each under its final name at once."""
+        """Write small files of ours under their final names."""
         for file, text in texts.items():
             temp = self.write_temp(file, (text.encode("utf-8"),))
             self._give_name(temp, file, _hash_temp(temp))
@@ -319,9 +304,9 @@ class OutputFolder:
         open_file: Callable[[str], BinaryIO],
         report: Callable[[str, int], None],
     ) -> None:
-        """Copy files of the source as they are; the task's lease is ours.
+        """Copy files of the source; this process holds the task's lease.
 
-        report  is called with a file and how many bytes more of it were copied
+        report  called with a file and the number of bytes copied since the last call
         """
         temps = {
             file: self.write_temp(f"{number}", _read_blocks(file, open_file, report))
@@ -331,7 +316,7 @@ class OutputFolder:
         self.settle(task, done, temps.__getitem__)
 
     def write_temp(self, name: str, blocks: Iterable[bytes]) -> Path:
-        """Write a file on its way, whole and on the disk."""
+        """Write a whole temporary file, flushed to the disk."""
         temp = self.temps / f"small-{name}"
         with write_errors_at(temp), temp.open("wb") as out:
             for block in blocks:
@@ -353,7 +338,7 @@ class OutputFolder:
         self.on_named(final, file, sha256)
 
     def put(self, name: str, text: str) -> None:
-        """Write a file of ours beside plan.json, at once."""
+        """Write a file of ours beside plan.json, atomically."""
         final = self.state / name
         temp = self.write_temp(f"state-{final.name}", (text.encode("utf-8"),))
         with write_errors_at(final):
@@ -361,7 +346,7 @@ class OutputFolder:
             fsync_folder(final.parent)
 
     def sweep(self) -> None:
-        """Remove files on their way that no living process fills."""
+        """Remove temporary files of processes that are gone."""
         leftovers = list((self.state / "tmp").iterdir())
         # Asked last: whoever has a folder there had a lease before.
         living = {self.leases.name, *self.leases.others()}
@@ -378,7 +363,7 @@ class OutputFolder:
 
 
 def _check_header(path: Path, shard: Shard) -> None:
-    """Raise RuntimeError where a second reader finds another header."""
+    """Raise RuntimeError where the package safetensors reads another header."""
     with write_errors_at(path):
         difference = difference_from_package(path, shard.outputs)
     if difference:
@@ -386,7 +371,7 @@ def _check_header(path: Path, shard: Shard) -> None:
 
 
 def _hash_temp(temp: Path) -> str:
-    """Hash a file on its way: another process may have taken it away."""
+    """Hash a temporary file, which another process may have removed."""
     with write_errors_at(temp):
         return hash_file(temp)
 
@@ -412,7 +397,7 @@ def _read_blocks(
 def entered(
     root: Path, manifest: Manifest, tell: Callable[[str], None] = lambda line: None
 ) -> Iterator[OutputFolder]:
-    """Enter a folder of ours, among those that work in it.
+    """Enter a folder of ours, among other processes that work in it.
 
     tell  gets a line where another process is waited for
     """

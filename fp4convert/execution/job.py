@@ -1,4 +1,4 @@
-"""What one conversion is made of; open its output folder, or refuse it."""
+"""Describe one conversion as a job; open its output folder, or refuse it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Job:
     """One conversion.
 
     texts     small files of ours, in the order in which they are written after the shards
-    record    our own record but for the hashes, written last; None where the last of the texts is
+    record    our own record without the hashes, written last; None where the last of the texts is
               the last file
-    replaced  files of the source that do not travel, because ours take their place
-    action    what most steps are called
-    parts     what else the result is made of, by the folder in it: they end before this job does
+    replaced  files of the source that are not copied, because ours take their place
+    action    of most steps
+    parts     components of the result, by their folder: they end before this job
     """
 
     source: Source
@@ -57,17 +57,17 @@ class Job:
 
     @property
     def tasks(self) -> tuple[TaskFiles, ...]:
-        """List the tasks: one for each shard, and those that copy."""
+        """List the tasks: one for each shard, and the copies."""
         return (*map(TaskFiles.of, self.plan.tasks), *self._copied)
 
     @property
     def keyless(self) -> tuple[TaskFiles, ...]:
-        """List the tasks for their sizes: the keys of shards take long."""
+        """List the tasks without keys of shards, which take long."""
         return (*(TaskFiles("", task.files) for task in self.plan.tasks), *self._copied)
 
     @property
     def _copied(self) -> list[TaskFiles]:
-        """List the tasks that copy: one all small files, one each large file."""
+        """List the tasks that copy: one for small files, one for each large."""
         copies = {file: self.source.file_nbytes(file) for file in self.sidecars}
         small = {file: nbytes for file, nbytes in copies.items() if nbytes < LARGE_NBYTES}
         large = [{file: nbytes} for file, nbytes in copies.items() if file not in small]
@@ -81,12 +81,12 @@ class Job:
 
     @property
     def output_nbytes(self) -> int:
-        """Count all bytes to be written, but for the last record and the parts."""
+        """Count all bytes to write, without the last record and the parts."""
         return nbytes_written(self.keyless, self.texts)
 
     @property
     def result_nbytes(self) -> int:
-        """Count all bytes of the result but for its report, the last record too."""
+        """Count all bytes of the result, without its report."""
         if self.record is None:
             return self.output_nbytes
         copied = [file for task in self.keyless for file in task.files]
@@ -94,10 +94,7 @@ class Job:
 
     @property
     def staying_nbytes(self) -> int:
-        """Count what stays where shards go elsewhere, at most.
-
-        Small files, and what we note of the work
-        """
+        """Count at most the bytes of small files and of our state."""
         tasks = self.keyless
         small = sum(task.nbytes for task in tasks if not task.may_leave)
         texts = self.result_nbytes - sum(task.nbytes for task in tasks)
@@ -107,16 +104,13 @@ class Job:
 
     @property
     def leaving(self) -> tuple[list[int], int]:
-        """Return the sizes of all shards, and of the largest copy.
-
-        Shards from the largest on; 0 without a large copy
-        """
+        """Return sizes of shards, largest first, and of the largest copy or 0."""
         shards = [sum(task.files.values()) for task in self.plan.tasks]
         copies = [task.nbytes for task in self._copied if task.may_leave]
         return sorted(shards, reverse=True), max(copies, default=0)
 
     def manifest(self) -> Manifest:
-        """Describe the job for the output folder, to know it again and to end it."""
+        """Describe the job for the output folder, where plan.json holds it."""
         checkpoint = self.source.checkpoint
         headers = [
             [shard.file, shard.nbytes, [[ref.name, ref.dtype, ref.shape] for ref in shard.tensors]]
@@ -158,10 +152,10 @@ class Job:
 
 
 def list_peaks(jobs: Iterable[Job], most: int) -> list[int]:
-    """List the bytes on the disk at most where shards leave it.
+    """List the peaks of bytes on a disk that shards leave.
 
-    jobs     are carried out one after another
-    Returns  what 1, 2, ... `most` shards begun at once come to; one copy is beside them
+    jobs     carried out one after another
+    Returns  the peaks with 1, 2, ... `most` shards begun at once, beside one large copy
     """
     staying, leaving = zip(*((job.staying_nbytes, job.leaving) for job in jobs), strict=True)
     moving = [
@@ -172,29 +166,20 @@ def list_peaks(jobs: Iterable[Job], most: int) -> list[int]:
 
 
 def begin(job: Job, output: Path, settings: Settings) -> OutputFolder:
-    """Begin the output folder with the plan, for others to carry out.
-
-    Raises  what carry_out does at first
-    """
+    """Begin the output folder with the plan, for other processes to carry out."""
     with opened(job, output, settings) as folder:
         return folder
 
 
 def opened(job: Job, output: Path, settings: Settings) -> AbstractContextManager[OutputFolder]:
-    """Open the output folder with the plan in it, and keep other plans out.
-
-    Raises  what carry_out does at first
-    """
+    """Open the output folder with the plan in it, and keep other plans out."""
     more_nbytes = _check_places(job, output, settings)
     manifest = replace(job.manifest(), root=os.path.abspath(output), next=settings.next)
     return open_output(output, manifest, settings, more_nbytes)
 
 
 def check_output(job: Job, output: Path, settings: Settings) -> None:
-    """Refuse an output folder as `opened` does, and change nothing.
-
-    Raises  InputError and OutputError, as carry_out does at first
-    """
+    """Refuse an output folder as `opened` does, and change nothing."""
     more_nbytes = _check_places(job, output, settings)
     if (output / PLAN_FILE).parent.exists():
         manifest = job.manifest()
@@ -204,9 +189,9 @@ def check_output(job: Job, output: Path, settings: Settings) -> None:
 
 
 def _check_places(job: Job, output: Path, settings: Settings) -> int:
-    """Check that the result is apart from the source's files.
+    """Check that the result does not touch the source's files.
 
-    Returns  bytes that the parts write to the same disk
+    Returns  the bytes that the parts write to the same disk
     """
     for file in job.sidecars:
         if file.partition("/")[0] in {RECORD, *job.texts}:
@@ -218,7 +203,7 @@ def _check_places(job: Job, output: Path, settings: Settings) -> int:
 
 
 def refuse_inside(source: Source, output: Path) -> None:
-    """Raise InputError for an output folder in the source's own."""
+    """Raise InputError for an output folder inside the source."""
     if source.holds(output):
         is_inside = source.holds(Path(os.path.realpath(output)).parent)
         where = "lies inside the source" if is_inside else "is the source's own folder"

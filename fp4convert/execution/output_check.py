@@ -1,7 +1,7 @@
-"""Judge a folder before it is written to; nothing in it is changed.
+"""Judge an output folder before it is written to; change nothing.
 
-It may be a file, somebody else's, another plan's, behind a link, or on a disk without room.  A dry
-run asks, and so does the run itself.
+It may be a file, foreign, of another plan, behind a link, or on a disk without room.  A dry run and
+the run itself ask.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from fp4convert.storage.system import check_writable, free_nbytes
 def check_output(root: Path, manifest: Manifest, settings: Settings, more_nbytes: int) -> None:
     """Refuse a folder as open_output does, and change nothing.
 
-    What other processes do there counts for nothing: they may be gone when the work begins.
+    Other processes at work there are ignored: they may be gone when the work begins.
 
-    manifest     what is to be written; without an identity where the folder held no plan a moment
-                 ago, so that one which has come meanwhile is not compared
-    more_nbytes  as open_output has them
-    Raises       OutputError
+    manifest     files to write; without an identity where the folder held no plan a moment ago: a
+                 plan that has come since is not compared
+    more_nbytes  as in open_output
     """
     refuse_taken(root, settings)
     freed = 0
@@ -56,7 +55,7 @@ def check_output(root: Path, manifest: Manifest, settings: Settings, more_nbytes
 
 
 def refuse_taken(root: Path, settings: Settings) -> None:
-    """Raise OutputError for a file, and for a folder of somebody else."""
+    """Raise OutputError for a file and for a foreign folder."""
     with write_errors_at(root):
         is_there, is_ours = root.exists(), (root / PLAN_FILE).exists()
         if is_there and not root.is_dir():
@@ -67,26 +66,26 @@ def refuse_taken(root: Path, settings: Settings) -> None:
 
 
 def refuse_all_links(root: Path, manifest: Manifest) -> None:
-    """Raise OutputError where a folder that is written to is a link."""
+    """Raise OutputError where a folder of the output is a link."""
     refuse_links(root, "claims", "tmp", DONE)
     refuse_linked_folders(root, manifest.files)
 
 
 def free_beside(root: Path) -> int:
-    """Count the free bytes of the disk that an output lies on, or will lie on."""
+    """Count the free bytes of an output's disk."""
     with write_errors_at(root):
         return free_nbytes(_nearest(root))
 
 
 def _nearest(root: Path) -> Path:
-    """Return the folder that is there, of an output or above it."""
+    """Return the output, or the nearest folder above it that exists."""
     return next(place for place in (root, *root.absolute().parents) if os.path.lexists(place))
 
 
 def find_forgotten(root: Path, old: Manifest, manifest: Manifest, settings: Settings) -> list[str]:
-    """List the files of another plan that go when this one takes its folder.
+    """List files of another plan that are removed for this one.
 
-    Raises  OutputError where it may not
+    Raises  OutputError where it may not take the folder
     """
     discard = "" if settings.is_joining else ", or discard its files with --force"
     next_step = f"Choose another folder with -o{discard}."
@@ -110,7 +109,7 @@ def find_forgotten(root: Path, old: Manifest, manifest: Manifest, settings: Sett
 
 
 def find_forgotten_parts(root: Path, old: Manifest, manifest: Manifest) -> dict[str, Manifest]:
-    """Return the plans of an earlier result's components that go with it.
+    """Return plans of an earlier result's components, removed with it.
 
     Raises  OutputError where such a folder is a link, or its plan damaged
     """
@@ -129,7 +128,7 @@ def freed_nbytes(root: Path, forgotten: Iterable[str], manifest: Manifest) -> in
 
 
 def _describe_difference(old: Manifest, new: Manifest) -> str:
-    """Tell which of source, format and dialect two plans differ in."""
+    """Describe the differences of two plans in source, format and dialect."""
     differs = [
         f"its {key} is {old.identity.get(key) or 'none'}, not {value or 'none'}"
         for key, value in new.identity.items()
@@ -140,10 +139,7 @@ def _describe_difference(old: Manifest, new: Manifest) -> str:
 
 
 def missing_nbytes(root: Path, manifest: Manifest) -> int:
-    """Count the bytes of a plan that are still to be written.
-
-    All of them where its folder is not there.
-    """
+    """Count the bytes of a plan that are still to be written."""
     written = [root / file for file in manifest.files]
     for folder, _, files in os.walk(root / STATE / "tmp"):
         written += [Path(folder, file) for file in files]
@@ -153,9 +149,9 @@ def missing_nbytes(root: Path, manifest: Manifest) -> int:
 def needed_nbytes(root: Path, manifest: Manifest, settings: Settings) -> int:
     """Count the bytes that a plan will still take of the disk at once.
 
-    No more than shards_at_once of the shards that may leave are there together; one that is there
-    already is one of them.  A shard that has left needs no room.  Whether the Hub still has it is
-    asked later: where it is made again, the disk may turn out to be full.
+    At most shards_at_once of the shards that may leave are there together, with those that are
+    there already. A shard that has left needs no room; the Hub is asked later whether it still has
+    it, and where it is made again the disk may turn out to be full.
     """
     missing = missing_nbytes(root, manifest)
     if settings.elsewhere is None:
@@ -167,7 +163,7 @@ def needed_nbytes(root: Path, manifest: Manifest, settings: Settings) -> int:
 
 
 def _has_left(root: Path, task: TaskFiles) -> bool:
-    """Tell whether a task's record says that its files have left the folder."""
+    """Return whether a task's files have left the folder, by its record."""
     try:
         done = Done.from_json(read_text_file(root / STATE / DONE / f"{task.key}.json"))
     except (OSError, *MISSHAPEN):

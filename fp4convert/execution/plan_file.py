@@ -1,4 +1,4 @@
-"""Our files in an output: plan.json, done, ended; and what is foreign."""
+"""Read and write plan.json and records; refuse foreign folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DONE = "done"  # the folder of records
 
 
 class TaskFiles(NamedTuple):
-    """A task as a plan lists it: its key, and the files that it writes."""
+    """A task of plan.json: its key, and the sizes of the files that it writes."""
 
     key: str
     files: dict[str, int]
@@ -49,7 +49,7 @@ class TaskFiles(NamedTuple):
 
     @property
     def may_leave(self) -> bool:
-        """Tell whether nothing here needs its files: weights, large copies."""
+        """Return whether all files are weights or large copies."""
         return all(
             nbytes >= LARGE_NBYTES or file.endswith((WEIGHTS, GGUF))
             for file, nbytes in self.files.items()
@@ -61,13 +61,12 @@ class Done:
     """A finished task.
 
     files          name -> sha256
-    global_scales  scale group -> the float32 multiplier that its members in this shard got; groups
-                   of several shards alone
-    accounts       module -> what it lost, of those that were rounded
-    taken_over     how many modules came with codes of their own
-    saturated      how many modules have weights beyond what their given global scales can say
+    global_scales  scale group of several shards -> the float32 multiplier of its members here
+    accounts       rounded module -> its losses
+    taken_over     number of modules whose codes were taken over
+    saturated      number of modules with weights beyond their given global scales
     seals          of the files under their final names
-    is_gone        the files have left the folder: their hashes are what is left of them
+    is_gone        the files have left the folder
     """
 
     files: dict[str, str]
@@ -80,7 +79,7 @@ class Done:
 
     @staticmethod
     def of(files: dict[str, str], facts: Iterable[Fact]) -> Done:
-        """Record what makers returned."""
+        """Make the record of a task from the facts of its makers."""
         found: dict[str, dict[str, Any]] = defaultdict(dict)
         for fact in facts:
             found[fact.kind][fact.about] = fact.value
@@ -110,27 +109,26 @@ class Done:
 
 
 def nbytes_written(tasks: Iterable[TaskFiles], texts: Mapping[str, str]) -> int:
-    """Count the bytes of the files of tasks, and of small files of ours."""
+    """Count the bytes of tasks' files and of small files of ours."""
     small = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts.values())
     return small + sum(task.nbytes for task in tasks)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a run is for.
+    """The contents of plan.json.
 
     identity  source, format and dialect: a folder begun for another identity is refused
     traits    everything else that decides the output's bytes, by the words that messages use
-    tasks     what is to be done, the copies of small files included
+    tasks     all tasks, with those that copy files
     texts     small files of ours, in the order in which they are written after all tasks
-    record    our own record, written last, but for the hashes of all other files; None where the
-              last text is the last file
+    record    our own record without the hashes, written last; None where the last text is the last
+              file
     last      the file written last; while it is absent the folder is unfinished
     origin    repository and commit that a re-run goes on with
-    root      where the folder was when it was begun
-    next      commands that a person may run once it is whole and there
-    parts     folders in it that are results of plans of their own, which end before this one does,
-              with the ids of these plans
+    root      the folder's path when it was begun
+    next      commands to run once it is finished
+    parts     folder of a component -> the id of its plan, which ends before this one
     """
 
     identity: dict[str, str | None]
@@ -146,12 +144,12 @@ class Manifest:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """List every file that will be written, but for the last record."""
+        """List every file except the last record."""
         return (*(file for task in self.tasks for file in task.files), *self.texts)
 
     @property
     def nbytes(self) -> int:
-        """Count all bytes that will be written, but for the last record."""
+        """Count the bytes of every file except the last record."""
         return nbytes_written(self.tasks, self.texts)
 
     @property
@@ -228,7 +226,7 @@ class Manifest:
 
 
 def _words(value: Any) -> dict[str, Any]:
-    """Return an object of words; TypeError where one is something else."""
+    """Return an object whose values are texts or null; TypeError for others."""
     words = dict(value)
     if not {*map(type, words.values())} <= {str, type(None)}:
         raise TypeError("no words")
@@ -240,7 +238,7 @@ def _hash(document: dict[str, object]) -> str:
 
 
 def read_manifest(root: Path) -> Manifest | None:
-    """Read the plan that a folder holds; None where it is new.
+    """Read the plan of a folder; None where it is new.
 
     Raises  OutputError where the folder is foreign, or its plan damaged
     """
@@ -257,10 +255,10 @@ def read_manifest(root: Path) -> Manifest | None:
 
 
 def read_ended(root: Path) -> tuple[Mark | None, str, dict[str, str]]:
-    """Read how a folder was finished last.
+    """Read ended.json of a folder.
 
-    Returns  a mark, another one each time and None where it never was; the id of the plan; and the
-             sha256 of every file in it then
+    Returns  a mark that is new each time, None where the folder was never finished; the id of the
+             plan; and the sha256 of every file
     """
     try:
         with (root / STATE / ENDED).open("rb") as stream:
@@ -272,9 +270,9 @@ def read_ended(root: Path) -> tuple[Mark | None, str, dict[str, str]]:
 
 
 def read_ended_files(root: Path) -> dict[str, str]:
-    """Return the sha256 of every file of a folder that is finished.
+    """Return the sha256 of every file of a finished folder.
 
-    Raises  OutputError where its list cannot be read: nobody may take it for an empty one
+    Raises  OutputError where the list cannot be read: it must not pass for an empty one
     """
     mark, _, files = read_ended(root)
     if mark is None:
@@ -284,10 +282,7 @@ def read_ended_files(root: Path) -> dict[str, str]:
 
 
 def refuse_foreign(root: Path, is_forced: bool = False) -> None:
-    """Raise OutputError where a folder holds anything that is not ours.
-
-    is_forced  --force was given, which does not help
-    """
+    """Raise OutputError where a folder holds foreign files."""
     others = sorted(set(os.listdir(root)) - {STATE})
     if others and not (root / PLAN_FILE).exists():  # looked for last: it comes before all others
         detail = f"{root} is not empty (it holds {others[0]!r}) and was not begun by fp4convert"
@@ -300,8 +295,8 @@ def refuse_foreign(root: Path, is_forced: bool = False) -> None:
 def digest_of(hashes: dict[str, str]) -> str:
     """Hash the hashes of all files but UNDIGESTED, sorted by name.
 
-    The sha256 is over lines "sha256  name": `sha256sum FILES | sha256sum`.  A report is that of a
-    component too, in its own folder.
+    The sha256 is over lines "sha256  name": `sha256sum FILES | sha256sum`.  Reports of components
+    are left out too.
     """
     lines = [
         f"{hashes[file]}  {file}\n"
@@ -312,19 +307,14 @@ def digest_of(hashes: dict[str, str]) -> str:
 
 
 def refuse_links(root: Path, *names: str) -> None:
-    """Raise OutputError where a folder of ours in an output is a link.
-
-    Leftovers are removed there, and behind a link they may be somebody's.
-    """
+    """Raise OutputError for a link: leftovers are removed in our folders."""
     refuse_linked_folders(root, (f"{STATE}/{name}/any" for name in names))
 
 
 def refuse_linked_folders(root: Path, files: Iterable[str]) -> None:
-    """Raise OutputError where a folder that holds such a file is a link.
+    """Raise OutputError where a folder above a file is a link.
 
-    What lies behind may be somebody's.
-
-    files  below root, whose own place may be a link
+    files  below root, which itself may be a link
     """
     folders = {root / parent for file in files for parent in Path(file).parents if parent.parts}
     for folder in sorted(folders):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,13 +23,13 @@ OnNamed = Callable[[Path, str, str], object]
 
 
 class Elsewhere(NamedTuple):
-    """Where shards go as soon as they are finished, instead of staying.
+    """The place that finished shards are sent to, instead of staying.
 
     name       of the repository, if it is one
-    send       called with the path, the name and the sha256 of each, by several threads at times;
-               returns what to wait for before the file goes, or None; what that raises ends the run
-    find_lost  is given the size and the sha256 of files that went, by name, and returns those that
-               are not there any more
+    send       called with path, name and sha256 of a shard; several threads may call it. Returns
+               a future to wait for before the file is removed, or None
+    find_lost  takes size and sha256 of files that were sent, by name, and returns those that are
+               gone
     """
 
     name: str
@@ -51,7 +51,7 @@ class Elsewhere(NamedTuple):
 
 
 def summarize(errors: Sequence[NumericError]) -> NumericError:
-    """Return one error for all, with the options that complete the run."""
+    """Join errors into one, with the options that complete the run."""
     steps = dict.fromkeys(error.next_step.removeprefix(AGAIN) for error in errors)
     others = [step for step in steps if not step.startswith("--exclude ")]
     next_step = others[0] if others else AGAIN + " ".join(steps)
@@ -61,19 +61,19 @@ def summarize(errors: Sequence[NumericError]) -> NumericError:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to work; nothing here changes a byte of the result.
+    """Settings of the work; none changes a byte of the result.
 
-    workers     threads; 0 is as many as the device serves best
-    phases      learns how far the work is
+    workers     threads; 0: as many as the device serves best
+    phases      gets the progress
     is_forced   files of another, finished plan in the output folder may go
     is_joining  one of several processes that begin together: none of them may replace a plan
-    share       the part of the tasks that this process does; None for all that nobody else does
+    share       the part of the tasks that this process does; None: all that no other does
     tell        gets a line for people when everything has to wait
-    next        commands that whoever ends the work may run after it; `merge` prints them
+    next        commands to run after the end; `merge` prints them
     elsewhere   where shards go; None where they stay
-    at_once     shards that may be begun at once, where less than usual
-    on_named    called with the path, the name and the sha256 of every file that this process has
-                given its final name, by several threads at times
+    at_once     shards that may be begun at once, where fewer than usual
+    on_named    called with path, name and sha256 of every file that this process gave its final
+                name; several threads may call it
     """
 
     device: str = "auto"
@@ -98,24 +98,24 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Result:
-    """What a conversion tells at its end; the keys of --json.
+    """The result of a conversion; the keys of --json.
 
-    bits_per_weight  of the quantized modules, scales and all; None where there are none
-    output_bytes     of the whole; after one of several parts, of what this process wrote
+    bits_per_weight  of the quantized modules, with scales; None where there are none
+    output_bytes     of the whole; after one of several parts, of the files of this process
     digest           of the whole; None after one of several parts
     adopted_bytes    of the source, whose result an earlier run or another process wrote
-    share            which part, and how many shards it wrote; None for the whole
-    pushed           address of the commit that holds it on the Hub; None where it is here alone
-    hub_bytes        of it that have left this disk for the Hub; None where all is here
-    components       of a pipeline: the name and the result of each conversion it was made of
-    method           by which weights were rounded; None where none were
-    fidelity         the summary of its report; None where nothing was rounded, or after a part
-    adapter          that was merged, as the record has it, and how many modules it changed
-    saturated        how many modules have weights beyond what their given global scales can say
-    experts          of a pruned model: how many a layer had and has, in how many layers
-    warnings         what a person should know of it; None for a component, whose whole has them
-    next             commands that a person may run now
-    engine           the one that was asked for, and which versions load it
+    share            the part and its number of shards; None for the whole
+    pushed           address of the commit on the Hub; None where the result is here alone
+    hub_bytes        bytes that have left this disk for the Hub; None where all is here
+    components       of a pipeline: name and result of each conversion
+    method           of rounding; None where no weight was rounded
+    fidelity         summary of the report; None where nothing was rounded, or after a part
+    adapter          the merged adapter as in the record, and the number of modules it changed
+    saturated        number of modules with weights beyond their given global scales
+    experts          of a pruned model: experts of a layer before and after, and number of layers
+    warnings         warnings for people; None for a component of a pipeline
+    next             commands to run now
+    engine           the engine of --for, and the versions that load the result
     """
 
     output: str
@@ -145,7 +145,7 @@ class Result:
     engine: dict[str, object] | None = None
 
     def __repr__(self) -> str:
-        """Say in a line what was made, for the end of a notebook's cell."""
+        """Summarize the result in a line, for the end of a notebook's cell."""
         (how, count), *_ = self.tensors.items()
         sizes = f"{size_text(self.source_bytes)} -> {size_text(self.output_bytes)}"
         mean = (self.fidelity or {}).get("sqnr_db_mean")
@@ -155,22 +155,7 @@ class Result:
         return f"<Result {self.output}: {', '.join(parts)}>"
 
     def as_json(self) -> dict[str, object]:
-        """Return the document; some keys stand only where they mean something."""
-        rare = (
-            *(
-                "carried",
-                "share",
-                "pushed",
-                "hub_bytes",
-                "components",
-                "method",
-                "fidelity",
-                "adapter",
-            ),
-            *("saturated", "experts", "warnings", "next", "engine"),
-        )
-        return {
-            key: value
-            for key, value in asdict(self).items()
-            if key not in rare or value is not None
-        }
+        """Return the document; keys that default to None stand only with a value."""
+        rare = {each.name for each in fields(self) if each.default is None} - {"bits_per_weight"}
+        items = asdict(self).items()
+        return {key: value for key, value in items if key not in rare or value is not None}

@@ -1,8 +1,7 @@
-"""Find which part of a conversion this process does.
+"""Find the part of a conversion that this process does.
 
-A Share is the part of a conversion that one process does, where parts are dealt out beforehand: by
-options, or by what launched it.  Parts need no network, no shared clock and not even a shared
-folder: each writes its own shards, and `merge` ends the whole.
+Options or a launcher deal out the parts beforehand.  They need no network, no shared clock and not
+even a shared folder: each process writes its own shards, and `merge` ends the whole.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from fp4convert.errors import InputError
 
 T = TypeVar("T")
 
-# (number of this process, how many there are, first number, step); "" where the launcher does not
-# say, or where it may have launched other work: only --num-shards tells that a job array, or an
+# (number of this process, number of processes, first number, step); "" where the launcher sets no
+# such variable, or may have launched other work: only --num-shards shows that a job array, or an
 # Indexed Job of Kubernetes, shares one conversion
 LAUNCHERS = (
     # srun; in a batch script itself the second is not set
@@ -48,9 +47,9 @@ class Share:
 def choose_share(
     is_joining: bool, index: int | None, count: int | None, environment: Mapping[str, str]
 ) -> Share | None:
-    """Find the part of this process; None where it takes what is free.
+    """Return the part of this process; None where it takes free tasks.
 
-    Raises  InputError where it joins and is to do a part, and as find_share does
+    Raises  InputError where it joins others and gets a part, too
     """
     if not is_joining:
         return find_share(index, count, environment)
@@ -63,7 +62,7 @@ def choose_share(
 
 
 def describe(share: Share) -> str:
-    """Tell a person which part this process does."""
+    """Describe the part of this process for people."""
     whence = f", as {share.named_by} say (--num-shards 1 for the whole)" if share.named_by else ""
     return f"this process does part {share.index} of {share.count}{whence}"
 
@@ -71,9 +70,9 @@ def describe(share: Share) -> str:
 def find_share(
     index: int | None, count: int | None, environment: Mapping[str, str]
 ) -> Share | None:
-    """Find the part that options or a launcher name; None for the whole.
+    """Return the part that options or a launcher name; None for the whole.
 
-    Raises  InputError for a part that cannot be, or where only half of it is known
+    Raises  InputError for an impossible part, or where only half of it is known
     """
     named_by = ""
     if count != 1 and None in (index, count):
@@ -106,7 +105,7 @@ def find_share(
 def _find_launched(
     environment: Mapping[str, str], count: int | None
 ) -> tuple[int | None, int | None, str]:
-    """Read the first launcher's variables that agree with a count given.
+    """Read the variables of the first launcher that agrees with a given count.
 
     Returns  (index, count, names of the variables)
     """

@@ -1,4 +1,4 @@
-"""Take a folder over: refuse it, or remove what another plan left."""
+"""Take a folder over: refuse it, or remove the files of another plan."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def open_output(
 ) -> Iterator[OutputFolder]:
     """Create or enter the output folder, and begin the plan in it.
 
-    more_nbytes  written to the same disk beside what the plan writes
+    more_nbytes  written to the same disk beside the plan's files
     Raises  OutputError where it is foreign, holds another plan, cannot be written, or where the
-            disk has too little room (finished shards counted as there)
+            disk has too little room for the unfinished shards
     """
     with write_errors_at(root):
         if not (root / PLAN_FILE).exists():
@@ -48,12 +48,12 @@ def open_output(
 
 @contextmanager
 def reopened(root: Path, manifest: Manifest, tell: Callable[[str], None]) -> Iterator[OutputFolder]:
-    """Enter a folder that still is of the plan begun there.
+    """Enter a folder that still holds its plan.
 
-    Whoever would begin another one from then on sees this process, and refuses.
+    A process that would begin another plan from then on sees this process, and refuses.
 
-    tell  gets a line where another process is waited for
-    Raises  OutputError where another plan has taken its place since the manifest was read
+    tell    gets a line where another process is waited for
+    Raises  OutputError where another plan has replaced it since the manifest was read
     """
     with entered(root, manifest, tell) as folder:
         with _planning(folder):
@@ -67,10 +67,10 @@ def reopened(root: Path, manifest: Manifest, tell: Callable[[str], None]) -> Ite
 @contextmanager
 def _planning(folder: OutputFolder) -> Iterator[None]:
     """Keep a folder from being begun for another plan."""
-    # Who slept in here must not wake and write: it would be another's plan that it replaces.
+    # A process that slept in here must not wake and replace another's plan.
     lease = folder.leases.hold_when_free(PLANNING, "begins here", is_fencing=True)
     with write_errors_at(folder.root), lease:
-        # Has a network file system ask its server: that no plan was there may be old news.
+        # This makes a network file system ask its server, whose answer "no plan" may be cached.
         os.utime(folder.state)
         yield
 
@@ -78,9 +78,9 @@ def _planning(folder: OutputFolder) -> Iterator[None]:
 def refuse_busy(root: Path, plan_id: str, tell: Callable[[str], None]) -> None:
     """Raise OutputError where a process works in a folder for another plan.
 
-    Changes nothing but leases of the dead.
+    Only leases of dead processes change.
 
-    tell  gets a line where it has to be seen first whether a process lives
+    tell  gets a line while it is not known whether a process lives
     """
     if (root / PLAN_FILE).exists():
         refuse_links(root, "claims")
@@ -89,9 +89,9 @@ def refuse_busy(root: Path, plan_id: str, tell: Callable[[str], None]) -> None:
 
 
 def begin_plan(folder: OutputFolder, settings: Settings, more_nbytes: int = 0) -> None:
-    """Make an entered folder its plan's own, or refuse.
+    """Write the plan of an entered folder, or refuse.
 
-    more_nbytes  as open_output has them
+    more_nbytes  as in open_output
     """
     root, manifest = folder.root, folder.manifest
     with _planning(folder):
@@ -101,7 +101,7 @@ def begin_plan(folder: OutputFolder, settings: Settings, more_nbytes: int = 0) -
         parts: dict[str, Manifest] = {}
         if old is not None and is_new:
             _refuse_other_work(root, folder.leases)
-            # What makes it whole goes first.
+            # The file that marks it as finished is removed first.
             found = (old.last, *find_forgotten(root, old, manifest, settings), SIGNATURE)
             forgotten = list(dict.fromkeys(found))
             parts = find_forgotten_parts(root, old, manifest)
@@ -126,7 +126,7 @@ def begin_plan(folder: OutputFolder, settings: Settings, more_nbytes: int = 0) -
 
 
 def _remove_files(folder: OutputFolder, files: Iterable[str]) -> None:
-    """Remove files of an earlier plan, and the folders that are empty then."""
+    """Remove files of an earlier plan, and folders that become empty."""
     places = set()
     for file in files:
         folder.remove(file)
@@ -137,9 +137,9 @@ def _remove_files(folder: OutputFolder, files: Iterable[str]) -> None:
 
 
 def _remove_part(folder: OutputFolder, part: str, plan: Manifest) -> None:
-    """Remove what another plan made in a folder of this one; its state last.
+    """Remove another plan's files in a folder of this one, its state last.
 
-    Whoever is killed meanwhile leaves a plan by which the next one goes on.
+    A process that is killed meanwhile leaves a plan by which the next one goes on.
     """
     _remove_files(
         folder, (f"{part}/{file}" for file in (plan.last, *plan.files, REPORT, SIGNATURE))

@@ -1,20 +1,20 @@
 """Take over four-bit blocks as they are, or cast MXFP4 to NVFP4.
 
-A cast has one global scale for a scale group. Rows move whole: matrices and stacks are one thing
-here, and the slots of a stem say whose rows they are.
+A cast has one global scale for a scale group. Rows move whole, so a matrix and a stack are handled
+alike: the slots of a stem name the modules of its rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from fp4convert.checkpoint.dialects.stacks import alternate, take_rows
 from fp4convert.checkpoint.encodings.base import Linear, scales_not_finite
 from fp4convert.errors import NumericError
-from fp4convert.makers.maker import Fact, Parts, Tools, UnsoundShardError
+from fp4convert.makers.maker import Fact, Maker, Parts, Tools, UnsoundShardError
 from fp4convert.makers.spelling import Spelling
 from fp4convert.makers.unit import Stem, Unit, refs_of
 from fp4convert.numerics.formats import Format
@@ -31,11 +31,12 @@ from fp4convert.storage.safetensors import TensorRef
 E4M3_NAN = 0x7F  # without the sign
 
 
-class Carried(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Carried(Maker):
     """Stems whose modules are blocks already.
 
-    linears  by their modules, those of all stems
-    groups   every member of the scale groups that are cast: each under the exponent of all of it
+    linears  the modules of all stems
+    groups   all members of the scale groups that are cast, each group under one exponent
     """
 
     stems: tuple[Stem, ...]
@@ -51,28 +52,21 @@ class Carried(NamedTuple):
     def measures(self) -> tuple[TensorRef, ...]:
         return tuple([ref for group in self.groups for linear in group for ref in linear.refs])
 
-    @property
-    def held_nbytes(self) -> int:
-        return 0
-
     def exponents(self) -> dict[str, int]:
         """Find k of the global scale 2^k of each module that is cast.
 
         Raises  NumericError for a NaN block scale
         """
-        found: dict[str, int] = {}
+        exponents: dict[str, int] = {}
         for group in self.groups:
             largest = NOTHING
             for linear in group:
                 blocks = sound_blocks(linear)
                 panels = (blocks.rows(*panel) for panel in row_panels(blocks.shape))
                 largest = max(largest, *map(largest_exponent, panels))
-            found |= dict.fromkeys([linear.module for linear in group], global_exponent(largest))
-        return found
-
-    @property
-    def pauses(self) -> bool:
-        return False
+            modules = [linear.module for linear in group]
+            exponents |= dict.fromkeys(modules, global_exponent(largest))
+        return exponents
 
     def parts(self, tools: Tools) -> Parts:
         try:
@@ -104,10 +98,7 @@ def blocks_of(linear: Linear) -> Blocks:
 
 
 def sound_blocks(linear: Linear) -> Blocks:
-    """Return the stored blocks; a NaN block scale ends their reading.
-
-    Raises  NumericError as soon as one is read
-    """
+    """Return the stored blocks; reading a NaN block scale is a NumericError."""
     stored = blocks_of(linear)
     nan = E4M3_NAN if stored.format.has_global_scale else NAN_BYTE  # set bits, the sign aside
 
@@ -139,7 +130,7 @@ def cast_blocks(stored: Blocks, fmt: Format, exponent: int) -> Blocks:
 
 
 def make(unit: Unit) -> Carried:
-    """Take modules whose blocks stay."""
+    """Make the maker of modules whose blocks are taken over."""
     is_cast = any(one.coding.format is not unit.form.format for one in unit.measured)
     groups = (unit.measured,) if is_cast else ()
     spelling = Spelling(str(unit.target.dialect), unit.form)

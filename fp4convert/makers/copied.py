@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from fp4convert.makers.maker import Parts, Tools
+from fp4convert.makers.maker import Maker, Parts, Tools
 from fp4convert.storage.safetensors import TensorRef
 
 COPY_NBYTES = 8 << 20  # read at once
 
 
-class Copied(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Copied(Maker):
     """A tensor that stays, or parts of one behind each other, under any name."""
 
     name: str
@@ -19,18 +20,6 @@ class Copied(NamedTuple):
     @property
     def reads(self) -> tuple[TensorRef, ...]:
         return self.refs
-
-    @property
-    def measures(self) -> tuple[TensorRef, ...]:
-        return ()
-
-    @property
-    def held_nbytes(self) -> int:
-        return 0
-
-    @property
-    def pauses(self) -> bool:
-        return False
 
     def parts(self, tools: Tools) -> Parts:
         for ref in self.refs:

@@ -1,23 +1,21 @@
-"""Round what low-rank corrections leave of weights, without data.
+"""Round the residual of weights and a low-rank correction, without data.
 
-This is SVDQuant: columns are multiplied with smooth factors; the strongest directions of what that
-makes go into two thin factors of bf16, and the codes hold the rest (arXiv 2411.05007).  Smooth
-factors and thin ones are rounded before anything is taken from them, so that the codes see all that
-rounding lost.  Every sum runs in a fixed order, so that any CPU and any number of workers give the
-same bytes.
+This is SVDQuant: columns are multiplied by smooth factors; the strongest directions of the product
+go into two thin factors of bf16, and the codes hold the rest (arXiv 2411.05007).  Smooth factors
+and thin factors are rounded first, so that the codes see all that this rounding lost.  Every sum
+runs in a fixed order, so that any CPU and any number of workers give the same bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.corrected import Residual, corrected, residual_of
-from fp4convert.makers.maker import Parts, Tools
+from fp4convert.makers.maker import Maker, Parts, Tools
 from fp4convert.makers.methods.choice import method_for
 from fp4convert.makers.methods.method import Group, Method
 from fp4convert.makers.methods.protected import PANEL_NBYTES
@@ -39,8 +37,9 @@ CALLER_NBYTES = PANEL_NBYTES * READ_ELEMENTS
 f32 = np.float32
 
 
-class Corrected(NamedTuple):
-    """One matrix, which has a global scale to itself."""
+@dataclass(frozen=True, slots=True)
+class Corrected(Maker):
+    """One matrix with its own global scale."""
 
     stem: Stem
     linear: Linear
@@ -53,16 +52,8 @@ class Corrected(NamedTuple):
         return self.linear.refs
 
     @property
-    def measures(self) -> tuple[TensorRef, ...]:
-        return ()
-
-    @property
     def held_nbytes(self) -> int:
         return self.linear.nbytes
-
-    @property
-    def pauses(self) -> bool:
-        return False
 
     def parts(self, tools: Tools) -> Parts:
         linear, table = self.linear, self.spelling.spoken.TRAITS.correction
@@ -79,11 +70,9 @@ class Corrected(NamedTuple):
     def rounded(
         self, weights: Weights, rank: int, tools: Tools
     ) -> tuple[Correction, Iterator[Quantized]]:
-        """Return a correction, and panels of what it leaves.
+        """Return a correction, and panels of its residual.
 
-        Each panel is compared with the weights, of which it holds what its correction does not.
-
-        Raises  NumericError on NaN or infinity
+        A panel's losses are those of correction and codes together.
         """
         correction, amax = find_correction(weights, rank)
         given = Given(_exact_amax(amax, global_range(self.rule)))
@@ -105,7 +94,7 @@ class Corrected(NamedTuple):
 
 
 def make(unit: Unit) -> Corrected:
-    """Take modules whose form has a correction."""
+    """Make the maker of a module whose form has a correction."""
     (stem,), (linear,) = unit.stems, unit.linears.values()
     target, fmt = unit.target, unit.form.format
     spelling, method = Spelling(str(target.dialect), unit.form), method_for(target, fmt)
@@ -115,7 +104,7 @@ def make(unit: Unit) -> Corrected:
 def find_correction(weights: Weights, rank: int) -> tuple[Correction, float]:
     """Find smooth factors and low-rank factors of weights.
 
-    Returns  the correction, every number of it a bf16, and the amax of what it leaves
+    Returns  the correction, every number of it a bf16, and the amax of its residual
     Raises   NumericError on NaN or infinity
     Formula  smooth = 1 / sqrt(amax of the column); up down = the projection of the smoothed weights
              on `rank` directions, which iterations of the subspace find (arXiv 0909.4061, 4.4)

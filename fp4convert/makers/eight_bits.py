@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from fp4convert.checkpoint.dialects.tables import Part, encode_int4
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of, room_for
 from fp4convert.checkpoint.encodings.fp8 import as_stored, block_of, decode_scales
-from fp4convert.makers.maker import Fact, Parts, Tools
+from fp4convert.makers.maker import Fact, Maker, Parts, Tools
 from fp4convert.makers.methods.protected import low_ranks_of, measure
 from fp4convert.makers.spelling import NO_BYTES, Losses, Spelling, naming, reach_over
 from fp4convert.makers.unit import Stem, Unit, fold_refs
@@ -23,10 +23,11 @@ Panel = tuple[memoryview, memoryview]
 """Codes of whole rows, and scales as they are stored; either may be empty."""
 
 
-class Eight(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Eight(Maker):
     """One matrix.
 
-    rule  chooses the scales; None: codes and scales stay
+    rule  how scales are chosen; None: codes and scales stay
     """
 
     stem: Stem
@@ -39,16 +40,8 @@ class Eight(NamedTuple):
         return (*self.linear.refs, *fold_refs((self.linear,)))
 
     @property
-    def measures(self) -> tuple[TensorRef, ...]:
-        return ()
-
-    @property
     def held_nbytes(self) -> int:
         return self.linear.nbytes if self.rule else 0
-
-    @property
-    def pauses(self) -> bool:
-        return False
 
     def parts(self, tools: Tools) -> Parts:
         linear, form = self.linear, self.spelling.form
@@ -62,17 +55,20 @@ class Eight(NamedTuple):
         return losses.facts()
 
     def _encode(self, panels: Iterator[Panel], tools: Tools) -> Iterator[Part]:
-        """Name the bytes; a scale of activations that nobody gives is 1."""
+        """Name the bytes; the input scale is the plan's or the source's own."""
         stem, form, table = self.stem, self.spelling.form, self.spelling.spoken.TRAITS.fp8
         if not form.format.is_fp8 or table is None:
             return encode_int4(stem.name, stem.shape, panels)
-        known, own = next(iter(stem.input_scales), None), input_scale_of(self.linear)
-        if known is not None:
-            known *= reach_over([self.linear], tools.source)
-        elif own:
-            (known,) = decode_scales(tools.source.read(own), own.dtype)
-        input_scale = 1.0 if known is None else float(known)
-        return table.encode(stem.name, stem.shape, form, panels, input_scale)
+        if not table.has_input_scale(form):
+            return table.encode(stem.name, stem.shape, form, panels)
+        planned, own = next(iter(stem.input_scales), None), input_scale_of(self.linear)
+        if planned is not None:
+            scale = planned * reach_over([self.linear], tools.source)
+        elif own is not None:
+            (scale,) = decode_scales(tools.source.read(own), own.dtype)
+        else:
+            raise RuntimeError(f"the plan has no input scale of {stem.name}")
+        return table.encode(stem.name, stem.shape, form, panels, float(scale))
 
     def _rounded(self, tools: Tools, losses: Losses) -> Generator[Panel]:
         """Yield codes panel by panel, then all scales.
@@ -96,7 +92,7 @@ class Eight(NamedTuple):
 
 
 def make(unit: Unit) -> Eight:
-    """Take eight-bit modules, and packed ones that are kept as they are."""
+    """Make the maker of an eight-bit module, or of a packed one that is kept."""
     (stem,), (linear,) = unit.stems, unit.linears.values()
     rule = unit.target.rule_for(unit.form.format) if unit.action == "quantize" else None
     return Eight(stem, linear, Spelling(str(unit.target.dialect), unit.form), rule)

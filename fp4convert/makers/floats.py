@@ -1,7 +1,7 @@
 """Write the values of linear layers as an ordinary tensor.
 
-A packed matrix that stays, one of another type, one that an adapter changes, a part of a stack of
-which other parts are made; or a whole stack of experts in the order that its source had.
+It may be a packed matrix that stays, a matrix that gets another dtype or is changed by an adapter,
+one expert of a stack whose other experts are quantized, or a whole stack of experts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from fp4convert.checkpoint.encodings.base import (
 from fp4convert.checkpoint.encodings.fp8 import E8M0_DTYPES, decode_scales
 from fp4convert.errors import NumericError
 from fp4convert.makers.carried import sound_blocks
-from fp4convert.makers.maker import Parts, Tools, UnsoundShardError
+from fp4convert.makers.maker import Maker, Parts, Tools, UnsoundShardError
 from fp4convert.makers.unit import fold_refs, refs_of
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_floats
@@ -39,11 +39,12 @@ from fp4convert.storage.source import Source
 OTHER_DTYPE = "Choose another --keep-dtype."
 
 
-class Floats(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Floats(Maker):
     """A linear layer, a vector as one row, or a stack.
 
-    slots         whose rows the tensor holds; none for the one linear layer
-    shape         of a stack, as its linear layers have it
+    slots         modules of the rows; none where the tensor is one linear layer
+    shape         of a stack, in the order of its linear layers
     is_transposed each matrix of the stack is stored as (columns, rows)
     next_step     for values beyond the dtype; None: as the codec says
     is_on_device  four-bit blocks are decoded by the backend
@@ -61,18 +62,6 @@ class Floats(NamedTuple):
     def reads(self) -> tuple[TensorRef, ...]:
         return (*refs_of(self.linears), *fold_refs(self.linears))
 
-    @property
-    def measures(self) -> tuple[TensorRef, ...]:
-        return ()
-
-    @property
-    def held_nbytes(self) -> int:
-        return 0
-
-    @property
-    def pauses(self) -> bool:
-        return False
-
     def parts(self, tools: Tools) -> Parts:
         name = self.spec.name
         try:
@@ -87,7 +76,7 @@ class Floats(NamedTuple):
         return ()
 
     def _panels(self, tools: Tools) -> Generator[memoryview]:
-        """Decode in the order of the tensor: rows, or one expert after the other."""
+        """Decode rows, or expert after expert, in the order of the tensor."""
         if not self.slots:
             yield from self._values(self.linears[0], tools)
             return
@@ -107,9 +96,9 @@ class Floats(NamedTuple):
     def _matrix(
         self, linears: Mapping[str, Linear], slots: Sequence[Slot], tools: Tools
     ) -> memoryview:
-        """Decode a matrix, or one expert of a stack, whole.
+        """Decode a whole matrix, or one expert of a stack.
 
-        Slot lies below slot, and the rows of a slot's members take turns.
+        Slots lie below each other; the rows of a slot's members take turns.
         """
         (height, columns), dtype = self.shape[-2:], self.spec.dtype
         # Q8_0 has whole blocks in a row.
@@ -129,7 +118,7 @@ class Floats(NamedTuple):
     def _values(
         self, linear: Linear, tools: Tools, rows: Rows | None = None
     ) -> Iterator[memoryview]:
-        """Decode a linear layer, or those rows of it."""
+        """Decode a linear layer, or some rows of it."""
         if not self.is_on_device or linear.coding.blocks(linear) is None:
             yield from values_of(linear, tools.source, self.spec.dtype, rows)
             return
@@ -141,9 +130,9 @@ class Floats(NamedTuple):
 def values_of(
     linear: Linear, source: Source, dtype: str, rows: Rows | None = None
 ) -> Iterator[memoryview]:
-    """Decode a linear layer as bytes of that dtype, panel by panel.
+    """Decode a linear layer as bytes of a dtype, panel by panel.
 
-    rows    that are wanted; None: all
+    rows    rows to decode; None: all
     Raises  NumericError beyond the range of F16, BF16 or Q8_0, or for scales that are not finite
     """
     weights = linear.coding.weights(linear, source)
@@ -172,7 +161,7 @@ def values_of(
 
 
 def _check_scales(linear: Linear, source: Source) -> None:
-    """Raise NumericError where values are not finite because a scale is not."""
+    """Raise NumericError where a scale is not finite."""
     for ref in linear.refs[1:2]:
         if ref.dtype in SCALE_DTYPES or (ref.dtype in E8M0_DTYPES and is_fp8(linear)):
             stored = source.read_range(ref, 0, ref.nbytes)

@@ -6,16 +6,15 @@ method rounds them.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
 
-from fp4convert.checkpoint.dialects.tables import Part
 from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.floats import measured_whole
-from fp4convert.makers.maker import PAUSE, Fact, Parts, Tools
+from fp4convert.makers.maker import PAUSE, Fact, Maker, Parts, Tools
 from fp4convert.makers.methods.choice import method_for
 from fp4convert.makers.methods.method import Group, Method, Under
 from fp4convert.makers.spelling import Losses, Spelling, naming, reach_over
@@ -29,13 +28,14 @@ from fp4convert.storage.safetensors import TensorRef
 SLACK = 1e-6  # of an amax that was found from a rounded reciprocal
 
 
-class Fresh(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Fresh(Maker):
     """Members of a scale group in one shard.
 
-    linears   whose values become those stems, one each
-    measured  every member of the group, in whichever shard: sets the amax
+    linears   their values become the stems, one each
+    measured  every member of the group, of any shard: they set the amax
     group     name of the group, where it has other members
-    amax      of the group, where a file gives it, and nothing is measured
+    amax      of the group, where a file gives it; then nothing is measured
     """
 
     stems: tuple[Stem, ...]
@@ -77,9 +77,10 @@ class Fresh(NamedTuple):
             early: set[str] = set()
             if under.given.is_own and under.given.amax is not None:
                 scale = float(global_scale_of(under.given.amax, self.rule))
-                for part in self._scalars(scale, reach):
-                    early.add(part[0])
-                    yield part
+                for stem in self.stems:
+                    for part in self.spelling.scalars(stem, scale, reach):
+                        early.add(part[0])
+                        yield part
                 yield PAUSE
             with closing(self._panels(group, tools, under)) as panels:
                 for number, numbered in groupby(panels, key=itemgetter(0)):
@@ -96,7 +97,7 @@ class Fresh(NamedTuple):
 
     @property
     def _is_shared(self) -> bool:
-        """Tell whether other shards measure the same scale group."""
+        """Tell whether other shards measure the same scale group too."""
         is_alone = len({ref.file for linear in self.measured for ref in linear.refs}) < 2
         return self.group is not None and self.amax is None and not is_alone
 
@@ -107,7 +108,7 @@ class Fresh(NamedTuple):
         return Group(measured, weights, modules, self.spelling.form.format)
 
     def _under(self, group: Group, tools: Tools, saturated: set[int]) -> Under:
-        """Measure the group; or take the given amax, and note values beyond it."""
+        """Measure the group, or take the given amax and note larger values."""
         if self.amax is None:
             return self.method.under(group, tools)
         largest = self.amax * (GLOBAL_RANGE / global_range(self.rule)) * (1 + SLACK)
@@ -121,13 +122,9 @@ class Fresh(NamedTuple):
     def _panels(self, group: Group, tools: Tools, under: Under) -> Generator[tuple[int, Quantized]]:
         yield from self.method.panels(group, tools, under)
 
-    def _scalars(self, global_scale: float, reach: float) -> Iterator[Part]:
-        for stem in self.stems:
-            yield from self.spelling.scalars(stem, global_scale, reach)
-
 
 def make(unit: Unit) -> Fresh:
-    """Take four-bit matrices that are rounded, each stored by itself."""
+    """Make the maker of rounded four-bit matrices, one in each tensor."""
     fmt, target = unit.form.format, unit.target
     linears = tuple([unit.linears[stem.name] for stem in unit.stems])
     spelling, method = Spelling(str(target.dialect), unit.form), method_for(target, fmt)

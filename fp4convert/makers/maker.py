@@ -1,7 +1,7 @@
 """Define the protocol of makers.
 
-A maker is a frozen value that a plan holds: of one scale group in a shard, one stack or one tensor.
-It lists the tensors that it reads; `parts` makes the bytes, and returns facts.
+A maker is a frozen value of a plan, for one scale group in a shard, one stack or one tensor. It
+lists the tensors that it reads; `parts` yields the bytes and returns facts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PAUSE: Part = ("", memoryview(b""))
 
 
 class Fact(NamedTuple):
-    """One thing that a maker learnt, for the record of its task.
+    """One result of a maker for the record of its task.
 
     kind   account: the losses of a module; global_scale: of a scale group with members in other
-           shards, which find the same; taken_over: the module came with codes; saturated: it has
-           weights beyond what a given global scale can say
+           shards, which must find the same; taken_over: the module came with codes; saturated: a
+           given global scale is too small for some weights of the module
     about  name of the module or the scale group
     """
 
@@ -40,7 +40,7 @@ Parts = Generator[Part, None, tuple[Fact, ...]]
 
 
 class Tools(NamedTuple):
-    """Everything that makers work with; opened once, and part of no key.
+    """The tools of all makers; opened once, and part of no key.
 
     calibration  the open file that methods name by its sha256; None where none takes statistics
     threads      callers that serve it best; 0: as the backend says
@@ -53,27 +53,32 @@ class Tools(NamedTuple):
 
 
 class Maker(Protocol):
-    """Makes the bytes of one scale group in a shard, one stack or one tensor.
+    """Writes the bytes of one scale group in a shard, one stack or one tensor.
 
     The repr of a maker is its part of the key of its task: equal reprs promise equal bytes. A field
-    that has no repr (an open artifact, the factors of an adapter) needs a hash beside it.
+    that has no repr (an open artifact, the factors of an adapter) needs a hash beside it. Most
+    makers read each tensor once: that is what the defaults say.
     """
 
     @property
     def reads(self) -> tuple[TensorRef, ...]:
         """List the tensors whose bytes go into the result, of any shard."""
+        return ()
 
     @property
     def measures(self) -> tuple[TensorRef, ...]:
         """List the tensors that are read for scales alone, of any shard."""
+        return ()
 
     @property
     def held_nbytes(self) -> int:
         """Count the bytes of the source that are read more than once together."""
+        return 0
 
     @property
     def pauses(self) -> bool:
-        """Tell whether parts yields PAUSE, behind scalars."""
+        """Tell whether `parts` yields PAUSE after the scalars."""
+        return False
 
     def parts(self, tools: Tools) -> Parts:
         """Yield bytes to append to the output of a name; return the facts.
@@ -86,7 +91,7 @@ class Maker(Protocol):
 
 
 class UnsoundShardError(Exception):
-    """A shard that cannot be finished, because of these tensors."""
+    """A shard that cannot be finished because of unsound tensors."""
 
     def __init__(self, errors: list[NumericError]) -> None:
         super().__init__()

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from fp4convert.checkpoint.dialects.tables import encode_scalar
-from fp4convert.makers.maker import Parts, Tools
-from fp4convert.storage.safetensors import TensorRef
+from fp4convert.makers.maker import Maker, Parts, Tools
 
 
-class Scalar(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Scalar(Maker):
     """One float32."""
 
     name: str
     value: float
-
-    @property
-    def reads(self) -> tuple[TensorRef, ...]:
-        return ()
-
-    @property
-    def measures(self) -> tuple[TensorRef, ...]:
-        return ()
-
-    @property
-    def held_nbytes(self) -> int:
-        return 0
-
-    @property
-    def pauses(self) -> bool:
-        return False
 
     def parts(self, tools: Tools) -> Parts:
         yield self.name, encode_scalar(self.value)

@@ -1,4 +1,4 @@
-"""Spell panels in a dialect; add up losses; name weights not finite."""
+"""Spell panels in a dialect; add up losses; name unsound weights."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Spelling(NamedTuple):
         return dialect_named(self.dialect)
 
     def encode(self, stem: Stem, panels: Iterator[Quantized], reach: float = 1.0) -> Iterator[Part]:
-        """Name the bytes of a stem: its scalars, then its panels.
+        """Yield the scalars of a stem, then its panels, under their names.
 
-        reach  how much larger inputs become by a fold
+        reach  factor by which a fold makes inputs larger
         """
         scales = tuple([None if one is None else one * reach for one in stem.input_scales])
         is_alone = len(scales) < 2
@@ -45,7 +45,7 @@ class Spelling(NamedTuple):
         return encoder.encode(stem.name, stem.shape, panels)
 
     def scalars(self, stem: Stem, global_scale: float, reach: float = 1.0) -> list[Part]:
-        """Name the scalars of a matrix whose global scale is known."""
+        """Return the named scalars of a matrix with a known global scale."""
         rows, columns = stem.shape
         q = Quantized(self.form.format, (rows, columns), NO_BYTES, NO_BYTES, global_scale)
         scale = None
@@ -81,15 +81,15 @@ class Losses:
 
 
 def reach_over(linears: Sequence[Linear], source: Source) -> float:
-    """Return how much larger inputs of a scale group become by its folds."""
+    """Return the factor by which folds enlarge inputs of a scale group."""
     return max(reach_of(linear, source) for linear in linears)
 
 
 @contextmanager
 def naming(linears: Sequence[Linear], tools: Tools) -> Iterator[None]:
-    """Name the linear layers whose weights are not finite.
+    """Turn a NumericError into one for each layer with NaN or Inf.
 
-    Raises  UnsoundShardError; DeviceError where a device finds NaN that is not there
+    Raises  UnsoundShardError; DeviceError where a device reports NaN in finite weights
     """
     try:
         yield

@@ -1,18 +1,18 @@
 """Round matrices that the dialect stores in one tensor: stacks of experts.
 
-Every slot of a stack has an amax of its own, and the rows of its members take turns. Stacks of the
-source need nothing here: their encoding reads each expert as a matrix.
+Each slot of a stack has its own amax, and the rows of its members take turns. Stacks of the source
+need nothing here: their encoding reads each expert as a matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from fp4convert.checkpoint.dialects.stacks import InterleavedWeights
 from fp4convert.checkpoint.encodings.base import Linear, room_for
-from fp4convert.makers.maker import Parts, Tools
+from fp4convert.makers.maker import Maker, Parts, Tools
 from fp4convert.makers.methods.choice import method_for
 from fp4convert.makers.methods.method import Group, Method
 from fp4convert.makers.spelling import Losses, Spelling, naming, reach_over
@@ -21,8 +21,9 @@ from fp4convert.numerics.matrices import Quantized
 from fp4convert.storage.safetensors import TensorRef
 
 
-class Stacked(NamedTuple):
-    """One stack, whose experts may lie in other shards."""
+@dataclass(frozen=True, slots=True)
+class Stacked(Maker):
+    """One stack; its experts may lie in other shards."""
 
     stem: Stem
     linears: tuple[Linear, ...]
@@ -34,16 +35,8 @@ class Stacked(NamedTuple):
         return (*refs_of(self.linears), *fold_refs(self.linears))
 
     @property
-    def measures(self) -> tuple[TensorRef, ...]:
-        return ()
-
-    @property
     def held_nbytes(self) -> int:
         return sum([linear.nbytes for linear in self.linears]) // max(1, len(self.stem.slots))
-
-    @property
-    def pauses(self) -> bool:
-        return False
 
     def parts(self, tools: Tools) -> Parts:
         losses = Losses(self.stem.name, self.linears, self.spelling.form)
@@ -66,10 +59,8 @@ class Stacked(NamedTuple):
 
 
 def make(unit: Unit) -> Stacked:
-    """Take a stem that holds other modules."""
+    """Make the maker of a stem that holds several modules."""
     (stem,), target = unit.stems, unit.target
-    spelling, method = (
-        Spelling(str(target.dialect), unit.form),
-        method_for(target, unit.form.format),
-    )
+    spelling = Spelling(str(target.dialect), unit.form)
+    method = method_for(target, unit.form.format)
     return Stacked(stem, tuple(unit.linears.values()), spelling, method)

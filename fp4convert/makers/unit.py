@@ -1,4 +1,4 @@
-"""Describe the modules that one maker makes together: a unit."""
+"""Describe a unit: the modules that one maker writes together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp4convert.storage.safetensors import TensorRef
 class Stem(NamedTuple):
     """A matrix of the dialect, or a stack of matrices, named like its tensors.
 
-    slots         whose rows it holds
+    slots         modules of its rows
     input_scales  multipliers of activations: one, one for each matrix of a stack, or none
     """
 
@@ -33,12 +33,12 @@ class Stem(NamedTuple):
 class Unit(NamedTuple):
     """Modules of one scale group in a shard, or of one stack.
 
-    stems     that are written
-    linears   whose values they hold, by module
-    measured  every member of the scale group, in whichever shard
+    stems     outputs of the unit
+    linears   linear layers with their values, by module
+    measured  every member of the scale group, of any shard
     action    quantize, transcode or copy, as the verdict says
     group     name of the scale group, where it has other members; None otherwise
-    amax      sets the global scale, where a file gives that
+    amax      sets the global scale, where a file gives one
     """
 
     stems: tuple[Stem, ...]
@@ -57,7 +57,7 @@ class Unit(NamedTuple):
 
 
 def fold_refs(linears: tuple[Linear, ...]) -> tuple[TensorRef, ...]:
-    """List tensors that factors of folds are found in, one of every file."""
+    """List the tensors from which factors of folds are computed."""
     return tuple(
         [ref for linear in linears for folding in linear.coding.foldings for ref in folding.beside]
     )

@@ -54,8 +54,8 @@ MEASURE = (
 class Fed(NamedTuple):
     """A module whose inputs engines round by a scale beside its weights.
 
-    form     that it has in the result
-    has_own  the source has such a scale, which stays where nobody says another
+    form     in the result
+    has_own  the source has such a scale, which stays unless another is given
     """
 
     module: str
@@ -66,11 +66,11 @@ class Fed(NamedTuple):
 
 
 class InputScales(NamedTuple):
-    """Where the input scales of modules come from.
+    """The origin of the input scales of modules.
 
-    origin       names it for a person
-    find         finds the multiplier of a module; None where it has none
-    source       what find reads scalars of; None where it reads nothing
+    origin       its name for people
+    find         returns the multiplier of a module, or None
+    source       of the scalars that `find` reads; None where it reads nothing
     is_constant  all NVFP4 modules have the same
     """
 
@@ -87,17 +87,14 @@ def _find_constant(number: float, fed: Fed) -> float | None:
     return None if fed.has_own else 1.0
 
 
-# As NVIDIA has them where no calibration says more.
+# NVIDIA writes these without a calibration.
 UNIT_SCALE = InputScales(f"{OPTION} 1", partial(_find_constant, 1.0), is_constant=True)
 
 
 def copied_scales(artifact: Artifact, origin: str) -> InputScales:
-    """Copy those of another artifact of the same model, in any dialect.
+    """Copy the scales of another artifact of the same model, in any dialect."""
 
-    Each is read once, however often a plan is made.
-    """
-
-    @cache
+    @cache  # a plan may be made several times
     def read(module: str) -> float | None:
         if module in artifact.modules:
             return artifact.input_scale(module)
@@ -151,14 +148,14 @@ def measured_scales(calibration: Calibration) -> InputScales:
 
 
 def range_of(fmt: Format) -> float:
-    """Return the largest input that a scale of 1 stands for."""
+    """Return the largest input under a scale of 1."""
     return GLOBAL_RANGE if fmt.is_fp4 else E4M3_MAX
 
 
 def floor_of(fmt: Format) -> float:
     """Return the least amax of a block that a scale of 1 rounds well.
 
-    Below it the block scale, of FP8 the input itself, is a subnormal E4M3 with fewer bits.
+    Below it the block scale (of FP8 the input itself) is a subnormal E4M3 with fewer bits.
     """
     return E4M3_NORMAL * (E2M1_MAX if fmt.is_fp4 else 1.0)
 
@@ -166,47 +163,35 @@ def floor_of(fmt: Format) -> float:
 def choose_scales(
     source: Source, form: Form, asked: str | float, adapter: str | None = None
 ) -> InputScales:
-    """Open what is asked to say the input scales of a conversion.
+    """Open the origin of input scales that --input-scale names.
 
     source  of the weights
     form    of most modules
     asked   a number, or an artifact's folder, file or repository, or a calibration file
-    adapter the key of what is merged into the source
+    adapter the key of the adapter that is merged into the source
     Raises  InputError where these do not go together, nothing of that name can be opened, or it is
             of another model
     """
-
     if not form.has_input_scale:
-        detail = f"{OPTION} is not for {form.format.name}"
-        raise InputError(
-            "bad-input-scale",
-            (
-                f"{detail} with {form.activations}-bit activations; it is for nvfp4 with"
-                " --activations 4"
-            ),
-            "Leave it out.",
-        )
+        found = f"{form.format.name} with {form.activations}-bit activations"
+        detail = f"{OPTION} is not for {found}; it is for nvfp4 with --activations 4"
+        raise InputError("bad-input-scale", detail, "Leave it out.")
     number = _number_in(asked)
     if number is None:
         from fp4convert.calibration.calibration_file import is_calibration, open_calibration
 
-        if not is_calibration(str(asked)):  # a folder, a name on the Hub, or what opening it tells
+        if not is_calibration(str(asked)):  # a folder or a name on the Hub
             return copied_scales(_open(str(asked), source), f"{OPTION} {asked}")
-        calibration = open_calibration(str(asked))
         from fp4convert.calibration.statistics import check_source
 
+        calibration = open_calibration(str(asked))
         check_source(calibration, source, adapter=adapter)
         return measured_scales(calibration)
     if not SMALLEST <= number <= 1 / SMALLEST:
-        detail = (
-            f"{OPTION} {number:g}; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}, or a"
-            " file or folder"
-        )
-        raise InputError(
-            "bad-input-scale",
-            detail,
-            f"Take them from what has them: {OPTION} ARTIFACT, or a calibration file.",
-        )
+        span = f"{SMALLEST:g} to {1 / SMALLEST:g}"
+        detail = f"{OPTION} {number:g}; expected a number from {span}, or a file or folder"
+        next_step = f"Take them from what has them: {OPTION} ARTIFACT, or a calibration file."
+        raise InputError("bad-input-scale", detail, next_step)
     return InputScales(f"{OPTION} {number:g}", partial(_find_constant, number), is_constant=True)
 
 
@@ -224,23 +209,19 @@ def whole_reference(asked: str | float | None) -> str | float | None:
 
 
 def _open(reference: str, source: Source) -> Artifact:
-    """Open the artifact whose scales are asked for.
+    """Open an artifact with input scales.
 
-    source  of the weights: where it is that artifact, its factors are theirs
+    source  of the weights; folds of an artifact are refused unless it is this source
     """
     is_path = os.path.exists(reference)
     try:
         artifact = open_artifact(reference)
     except InputError as error:
-        what = (
-            "the artifact cannot be used" if is_path else "it is neither a number nor an artifact"
-        )
-        raise InputError(
-            error.code,
-            f"{OPTION} {reference}: {what}: {error.message}",
-            error.next_step,
-            error.tensor,
-        ) from None
+        why = "the artifact cannot be used"
+        if not is_path:
+            why = "it is neither a number nor an artifact"
+        detail = f"{OPTION} {reference}: {why}: {error.message}"
+        raise InputError(error.code, detail, error.next_step, error.tensor) from None
     is_source = artifact.source.checkpoint.stamps == source.checkpoint.stamps
     if folds_recorded(artifact.record) and not is_source:
         detail = f"{OPTION} {reference}: it holds factors of folds (AWQ), and its scales are"
@@ -251,11 +232,11 @@ def _open(reference: str, source: Source) -> Artifact:
 
 
 def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float], list[str]]:
-    """Find the input scale of every module, and what a person should know.
+    """Return the input scale of every module, and notes for people.
 
-    One for all members of a scale group; modules whose own scale stays are left out.
-    Raises  InputError for modules without one, and for one that is no positive number of a sensible
-            size
+    Members of a scale group get one scale; modules whose own scale stays are left out.
+
+    Raises  InputError for modules without a scale, and for a scale out of range
     """
     found: dict[str, float] = {}
     missing: list[str] = []
@@ -290,10 +271,7 @@ def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float]
 def _share_scales(
     fed: Iterable[Fed], found: Mapping[str, float], scales: InputScales
 ) -> tuple[dict[str, float], list[str]]:
-    """Give members of a scale group the largest of their scales.
-
-    Engines that fuse them use only one. Returns the scales, and notes.
-    """
+    """Give members of a scale group the largest of their scales."""
     groups: dict[tuple[ScaleGroup, str], list[str]] = defaultdict(list)
     for one in fed:
         if one.group and one.module in found:
@@ -316,10 +294,10 @@ def _share_scales(
 def judge_scales(
     fed: Sequence[Fed], shared: Mapping[str, float], scales: InputScales, seen: Calibration | None
 ) -> list[str]:
-    """Warn of scales that nothing measured, and of those that do not suit.
+    """Warn of scales that nothing measured, and of unsuitable ones.
 
-    scales  where the shared ones come from
-    seen    what saw the inputs of modules
+    scales  the origin of the shared ones
+    seen    statistics of the inputs of modules
     """
     warnings = list(_warn_unmeasured(fed, shared, scales, seen))
     if seen:
@@ -328,7 +306,7 @@ def judge_scales(
 
 
 def describe_unit(is_fp4: bool) -> str:
-    """Say for which inputs a scale of 1 is right, and what becomes of others."""
+    """Describe the inputs for which a scale of 1 is right, and the others."""
     inputs, step = ("blocks whose largest input is", E2M1_MAX) if is_fp4 else ("inputs", 1.0)
     return (
         f"right for {inputs} from {step * E4M3_NORMAL:.2g} to {step * E4M3_MAX:g}: smaller ones"
@@ -337,12 +315,9 @@ def describe_unit(is_fp4: bool) -> str:
 
 
 def _warn_unmeasured(
-    fed: Iterable[Fed],
-    shared: Mapping[str, float],
-    scales: InputScales,
-    seen: Calibration | None,
+    fed: Iterable[Fed], shared: Mapping[str, float], scales: InputScales, seen: Calibration | None
 ) -> Iterator[str]:
-    """Warn of scales of 1, where none of these modules was seen."""
+    """Warn of scales of 1 of modules without statistics."""
     why = f"as in {scales.origin}"
     if scales.is_constant:
         why = "which no calibration or file gives"
@@ -358,7 +333,7 @@ def _warn_unmeasured(
 def warn_of_unit(modules: Sequence[str], is_fp4: bool, why: str) -> str:
     """Return the warning for modules whose input scale is 1.
 
-    why  where the 1 comes from, as the end of a clause
+    why  the origin of the 1, as the end of a clause
     """
     return (
         f"the input scale of {count_text(len(modules), 'module')} in"
@@ -369,7 +344,7 @@ def warn_of_unit(modules: Sequence[str], is_fp4: bool, why: str) -> str:
 
 
 def _find_small(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibration) -> list[str]:
-    """Warn of scales that do not reach the largest inputs seen."""
+    """Warn of scales that clip the largest inputs seen."""
     cut = []
     for one in fed:
         reach = shared.get(one.module, math.inf) * range_of(one.form.format)
@@ -382,19 +357,12 @@ def _find_small(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibrati
         f"input scales of {len(cut)} modules are smaller than {seen.path} asks for: that of"
         f" {module} reaches {reach:g}"
     )
-    return [
-        (
-            f"{detail}, where an input of {amax:g} was seen; larger inputs are clipped, which"
-            " costs the most quality"
-        )
-    ]
+    detail += f", where an input of {amax:g} was seen"
+    return [f"{detail}; larger inputs are clipped, which costs the most quality"]
 
 
 def _find_large(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibration) -> list[str]:
-    """Warn of scales under which typical inputs seen lose their bits.
-
-    Those that the calibration itself asks for are no matter of choice, and not looked at.
-    """
+    """Warn of scales under which typical inputs lose bits."""
     lost = []
     for one in fed:
         chosen, fmt = shared.get(one.module), one.form.format
@@ -413,20 +381,16 @@ def _find_large(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibrati
         f" {module} rounds blocks well whose largest input is {floor:.3g} or more, where a typical"
         f" one has {typical:.3g}"
     )
-    return [
-        (
-            f"{detail}; smaller ones lose bits or become 0, which can ruin the model; leave"
-            f" {OPTION} out: the calibration gives each module its own"
-        )
-    ]
+    detail += "; smaller ones lose bits or become 0, which can ruin the model"
+    return [f"{detail}; leave {OPTION} out: the calibration gives each module its own"]
 
 
 def _typical_amax(seen: Calibration, fed: Fed) -> float:
     """Estimate the largest input of a module's median block, over tokens.
 
     Its root mean square lies between that of the block's largest column and the root of the sum of
-    all columns' mean squares: their geometric mean is taken. It is exact where one column is all,
-    and 6 % below for 16 alike with normal inputs. Without mean squares, the largest ever seen.
+    all columns' mean squares; the geometric mean of both is exact where one column dominates, and
+    6 % too small for 16 equal columns of normal inputs. Without mean squares: the largest seen.
     """
     has_squares = seen.has(fed.module, "input_sq_mean")
     squares = seen.moments(fed.module) if has_squares else seen.channel_amax(fed.module) ** 2

@@ -13,7 +13,7 @@ from fp4convert.checkpoint.encodings.base import Linear, is_fp8
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, INT4, MXFP4, NVFP4, Format, format_named
-from fp4convert.planning.kept_dtype import expanded_spec, word_of
+from fp4convert.planning.kept_dtype import expanded_spec, held_form, unheld, word_of
 from fp4convert.planning.steps import Action, Task
 from fp4convert.progress import count_text
 from fp4convert.recipes.draft_layers import find_differing, is_draft_head
@@ -34,11 +34,11 @@ NAME_SOME = (
 
 
 class Verdict(NamedTuple):
-    """What one linear layer becomes.
+    """The decision on one linear layer.
 
-    form   that it has in the result; None where that is an ordinary tensor
-    group  its scale group; None where it has its scale to itself
-    stays  it would be an ordinary tensor, and stays packed
+    form   in the result; None for an ordinary tensor
+    group  its scale group; None where it has its own scale
+    stays  it would be an ordinary tensor, but stays packed
     """
 
     linear: Linear
@@ -56,9 +56,9 @@ class Verdict(NamedTuple):
 def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verdict]:
     """Decide what becomes of every linear layer.
 
-    By module, in the order of the source. Raises InputError for stacks of experts that would be
-    quantized if anybody told how they are stored, and for forms that the dialect cannot hold beside
-    each other
+    Returns  verdicts by module, in the order of the source
+    Raises   InputError for stacks of experts with an unknown layout that would be quantized, and
+             for forms that the dialect cannot hold beside each other
     """
     for stack in linears.unruled:
         _check_kept(stack, recipe)
@@ -73,7 +73,7 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
         if any(verdict.form and verdict.stays for verdict in verdicts.values()):
             next_step = "Exclude fewer modules, so that some are quantized."
         raise InputError("no-four-bit", f"{detail}; expected modules of four bits", next_step)
-    # A scale group is quantized whole where only some of it would be taken over.
+    # A scale group is quantized whole where only some of its members would be taken over.
     taken_over = {verdict.group for verdict in verdicts.values() if verdict.action == "transcode"}
     groups = gather_groups(
         {
@@ -105,10 +105,9 @@ def judge_each(
 class _Judge(NamedTuple):
     """Decides on one linear layer after the other.
 
-    forms    of the modules that become each format
-    groups   of the modules whose name is that of a member
-    doubtful the modules that there may be a reason to keep, which the recipe is asked about one by
-    one
+    forms    by the name of the format
+    groups   scale groups by module
+    doubtful modules that the recipe may keep, and is asked about one by one
     """
 
     recipe: Recipe
@@ -118,7 +117,6 @@ class _Judge(NamedTuple):
     doubtful: Collection[str]
 
     def verdict(self, linear: Linear) -> Verdict:
-
         if reason := self._reason_to_keep(linear):
             return self._stays(linear, "copy", reason)
         rows, columns = linear.shape
@@ -134,12 +132,10 @@ class _Judge(NamedTuple):
             )
         if reason := self.dialect.unfit(linear.module, linear.shape, form):
             return self._stays(linear, "skip", reason)
-        # What a correction leaves of a matrix has a scale to itself.
+        # The residual of a correction has its own scale.
         is_shared = fmt.has_global_scale and form.rank is None
         group = self.groups.get(linear.module) if is_shared else None
         is_same = fmt.is_fp8 and linear.coding.format is fmt
-        from fp4convert.planning.kept_forms import held_form
-
         if is_same and (own := held_form(linear, self.recipe.target)):
             return Verdict(
                 linear,
@@ -154,9 +150,9 @@ class _Judge(NamedTuple):
         return Verdict(linear, "quantize", _origin(linear), form, group)
 
     def _reason_to_keep(self, linear: Linear) -> str | None:
-        """Say why it stays; None where it does not.
+        """Return why it stays; None where it does not.
 
-        --exclude and --include may name the stack that it is in, too.
+        --exclude and --include may also name its stack.
         """
         stack = linear.stack.name.removesuffix(WEIGHT) if linear.stack else ""
         if stack and (
@@ -168,11 +164,10 @@ class _Judge(NamedTuple):
         return self.recipe.reason_to_keep(linear.module, linear.shape)
 
     def _stays(self, linear: Linear, action: Action, reason: str) -> Verdict:
-        """Keep a linear layer; what is packed becomes bf16, or stays packed.
+        """Keep a linear layer; a packed one becomes bf16, or stays packed.
 
-        It becomes bf16 because no engine would know what it was.
+        Without --keep-packed it becomes bf16: no record would describe it to engines.
         """
-
         word = linear.coding.word
         if not linear.coding.is_packed or linear.coding.is_at_home:
             return Verdict(linear, action, reason)
@@ -182,8 +177,6 @@ class _Judge(NamedTuple):
             became = f"{word} becomes {word_of(spec.dtype)}{change}"
             return Verdict(linear, "dequantize", f"{reason}; {became}")
         beside = (form_of(self.recipe.target).format,)
-        from fp4convert.planning.kept_forms import held_form, unheld
-
         form = held_form(linear, self.recipe.target, beside)
         if form is None and (cast := self._cast_draft(linear)):
             return cast._replace(reason=f"{reason}; {cast.reason}")
@@ -196,7 +189,7 @@ class _Judge(NamedTuple):
     def _cast_draft(self, linear: Linear) -> Verdict | None:
         """Cast a draft layer that the dialect cannot hold as it is.
 
-        None where that is not exact, or a person wants it as it is.
+        None where a cast is not exact, or --draft keep is given.
         """
         recipe, module = self.recipe, linear.module
         if recipe.asked_draft == KEEP or not recipe.is_draft(module):
@@ -209,7 +202,7 @@ class _Judge(NamedTuple):
         return Verdict(linear, "transcode", carried, form, group, stays=True)
 
     def _carried(self, linear: Linear, fmt: Format) -> str:
-        """Say why its blocks are taken over; "" where they are not."""
+        """Return why its blocks are taken over; "" where they are not."""
         coding = linear.coding
         if coding.format is None or not coding.format.is_fp4:
             return ""
@@ -253,7 +246,7 @@ def _check_kept(stack: TensorRef, recipe: Recipe) -> None:
 
 
 def _reasons_of_others(tasks: Iterable[Task], verdicts: Mapping[str, Verdict]) -> dict[str, str]:
-    """Say why weights stay that are no linear layers, by module."""
+    """Return why weights stay that are no linear layers, by module."""
     weights = (
         (step.refs[0].name, step.reason)
         for task in tasks
@@ -265,7 +258,7 @@ def _reasons_of_others(tasks: Iterable[Task], verdicts: Mapping[str, Verdict]) -
 
 
 def of_other_types(tasks: Iterable[Task]) -> list[str]:
-    """Warn of matrices that stay for a type that none is quantized from."""
+    """Warn of matrices that stay because of their type."""
     skipped: dict[str, list[str]] = defaultdict(list)
     for step in (step for task in tasks for step in task.steps if step.action == "skip"):
         if step.refs[0].dtype not in FLOAT_TYPES:
@@ -282,7 +275,7 @@ def uneven_groups(
 ) -> list[str]:
     """Warn of scale groups whose members differ, once for each kind.
 
-    Some members stay, are not there, or become another format.
+    Some members stay, are absent, or become another format.
     """
     others = _reasons_of_others(tasks, verdicts)
     uneven: dict[tuple[tuple[str, ...], str], list[ScaleGroup]] = defaultdict(list)
@@ -319,7 +312,7 @@ def uneven_groups(
 
 
 def warnings_on_four_bits(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
-    """Warn of experts in part, draft layers, and what is rounded again."""
+    """Warn of uneven experts, draft layers, and modules rounded again."""
     words = {name: verdict.form.word if verdict.form else "" for name, verdict in verdicts.items()}
     drafts = [f"{found}; {found.consequence}" for found in find_differing(words, recipe)]
     head = [HEAD_NOTE] if is_draft_head(verdicts) else []
@@ -327,9 +320,9 @@ def warnings_on_four_bits(verdicts: Mapping[str, Verdict], recipe: Recipe) -> li
 
 
 def rounded_again(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Warn of modules in few bits that are rounded a second time.
+    """Warn of packed modules that are rounded a second time.
 
-    FP8 and int4 of nothing but experts are left out: models are trained and published so.
+    FP8, and int4 of experts alone, are left out: models are trained and published so.
     """
     again: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module, verdict in verdicts.items():

@@ -70,7 +70,7 @@ def _uneven_codes(steps: Iterable[Step], checkpoint: Checkpoint) -> frozenset[st
 
 
 def _unread_codes(plan: Plan, checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the codes of findings that inspect would have on its modules."""
+    """Return the codes of findings that inspect would have on modules."""
     shapes: dict[str, tuple[int, ...]] = {}
     formats: dict[str, Format] = {}
     for step in plan.steps:
@@ -85,7 +85,7 @@ def _unread_codes(plan: Plan, checkpoint: Checkpoint) -> frozenset[str]:
 
 
 def with_model(contents: Contents, checkpoint: Checkpoint) -> Contents:
-    """Add the facts of config.json; a draft head has that of a plain Llama."""
+    """Add the facts of config.json; a draft head has a plain Llama's."""
     config = checkpoint.config
     is_head = is_draft_head(ref.name for ref in checkpoint.tensors)
     is_speculators = SPECULATORS.items() <= config.items()

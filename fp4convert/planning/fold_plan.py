@@ -1,7 +1,7 @@
 """Decide which folds are used, and what they change.
 
-Nothing that stays may be rounded by a fold: where a matrix or a bias keeps its dtype the factors
-are powers of two, and where that does not help the fold is not used.
+A fold may not round a tensor that stays: where a matrix or a bias keeps its dtype the factors are
+powers of two, and where that does not help the fold is not used.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ TOLD_REFUSALS = 3  # in warnings, one for each reason
 class FoldedLayers(NamedTuple):
     """Linear layers under the folds that are used.
 
-    folds  what is divided, and by which rule
-    notes  what a person should know of places that are not used
+    notes  on folds that are not used
     """
 
     linears: Linears
@@ -79,12 +78,12 @@ def use_folds(
 ) -> FoldedLayers:
     """Use every fold of the recipe that helps a four-bit module.
 
-    Raises InputError where there is none.
-    find  the factors of one fold
+    find    finds the factors of one fold
+    Raises  InputError where no fold helps
     """
     verdicts = decide(linears, recipe, dialect)
     found, unused = find_folds(recipe.folds, checkpoint, linears)
-    # refusals where a person may wonder: beside a module that is rounded, at any height
+    # only refusals beside a module that is rounded, at any height, are of interest
     parents: set[str] = set()
     for module, verdict in verdicts.items():
         if _is_rounded(verdict):
@@ -99,8 +98,8 @@ def use_folds(
         if why := _unfit(fold, verdicts, recipe):
             refused.append(Refusal(fold.name, why))
         else:
-            # Powers of two where something beside a norm's weight keeps its dtype; and always
-            # where rows are divided, which then can be told.
+            # Powers of two where a tensor beside a norm's weight keeps its dtype; and always where
+            # rows are divided, so that this shows.
             is_exact = (
                 fold.weight is None
                 or fold.bias is not None
@@ -127,10 +126,7 @@ def _is_rounded(verdict: Verdict) -> bool:
 
 
 def _unfit(fold: Fold, verdicts: Mapping[str, Verdict], recipe: Recipe) -> str:
-    """Say why a fold cannot be used; "" where it can.
-
-    verdicts  what becomes of its tensors
-    """
+    """Return why a fold cannot be used; "" where it can."""
     if fold.kind == "heads" and recipe.target.kv_cache:
         return "the KV cache scales were measured before folding"
     for linear in (*fold.readers, *([fold.maker] if fold.maker else ())):
@@ -176,7 +172,7 @@ def _no_folds(checkpoint: Checkpoint, recipe: Recipe, refused: list[Refusal]) ->
 def _notes(
     verdicts: Mapping[str, Verdict], changed: Mapping[str, Folded], refused: list[Refusal]
 ) -> Iterator[str]:
-    """Warn of modules that no fold reaches, and of folds that are not used."""
+    """Warn of modules without a fold, and of folds that are not used."""
     without = [
         module
         for module, verdict in verdicts.items()

@@ -1,10 +1,10 @@
 """Find the place of each module in the frame of a GGUF file.
 
-The donor is a GGUF file of the same model, unquantized. llama.cpp's own map gives it the names; its
-weights tell everything else: every module is compared with the tensor whose place it takes, so that
-another model, or rows in an order that nobody knows, end in an error and not in an artifact. Known
-orders are the model's own, and that of llama.cpp's Llama, in which the two halves of every head of
-q and k take turns (convert_hf_to_gguf.py, LlamaModel.permute). Rows move whole.
+The donor is an unquantized GGUF file of the same model; llama.cpp's own map gives the names. Every
+module is compared with the tensor whose place it takes, so that another model, or an unknown order
+of rows, ends in an error and not in an artifact. Known orders are the model's own, and that of
+llama.cpp's Llama, in which the two halves of every head of q and k take turns
+(convert_hf_to_gguf.py, LlamaModel.permute). Rows move whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.checkpoint.dialects.stacks import Rows, Slot, StridedRows, places_of
+from fp4convert.checkpoint.dialects.stacks import (
+    MATRIX_DIMENSIONS,
+    STACK_DIMENSIONS,
+    Rows,
+    Slot,
+    StridedRows,
+    places_of,
+)
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.errors import InputError
@@ -33,7 +40,6 @@ from fp4convert.storage.source import Source
 
 COMPARED_ROWS = 24  # of every module, and the last
 KEPT_LIMIT = 1e-3  # of the power of what is not quantized; a cast to fp16 or bf16 leaves far less
-MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
 PLACELESS = "the GGUF file has no place for it"
 NMSE_LIMIT = 0.1  # four-bit weights are about 0.01 from their own, and about 2 from any others
 OTHER_WEIGHTS = (
@@ -112,9 +118,9 @@ def place_modules(
 ) -> dict[str, Stored]:
     """Find the tensor of the donor whose place each module takes.
 
-    others   the modules of eight bits, and of int4
-    Returns what is stored there, by stem.
-    Raises InputError where the donor is no unquantized GGUF file of the same model
+    others   modules of eight bits and of int4
+    Returns  the matrix or stack of each stem
+    Raises   InputError where the donor is no unquantized GGUF file of the same model
     """
     frames = [shard.frame for shard in donor.checkpoint.shards]
     if len(frames) != 1 or not isinstance(frames[0], GgufFrame):
@@ -170,7 +176,7 @@ def place_modules(
 
 
 def _expert_number(module: str) -> int | None:
-    """Read the number of an expert in the name of a module; None: it has none."""
+    """Return the number of the expert in a module's name; None without one."""
     found = EXPERT_NUMBER.search(module)
     return int(found[1]) if found else None
 
@@ -178,10 +184,10 @@ def _expert_number(module: str) -> int | None:
 def _place_experts(
     artifact: Artifact, members: Mapping[int, Linear], donor: Source, ref: TensorRef
 ) -> Stored:
-    """Find how the donor's stack holds the modules of those experts.
+    """Find the order of experts' rows in the donor's stack.
 
-    Raises InputError where it is no stack of floats, of as many and of their shape; or where they
-    have several formats
+    Raises  InputError where it is no stack of floats of their number and shape, or where the
+            experts have several formats
     """
     shapes = {linear.shape for linear in members.values()}
     experts, *matrix = ref.shape
@@ -218,9 +224,9 @@ def _compare_kept(
     donor: Source,
     tensors: Mapping[str, TensorRef],
 ) -> None:
-    """Raise InputError where what stays is another in the donor.
+    """Raise InputError where tensors that stay differ in the donor.
 
-    The donor's own is kept: of embeddings and other matrices, of norms and biases.
+    The donor's embeddings and other matrices, norms and biases are kept.
     """
     packed = {ref.name for linear in linears.values() for ref in linear.refs}
     kept = {
@@ -249,18 +255,15 @@ def _compare_kept(
         if all(float(((form - theirs) ** 2).sum()) > limit for form in forms):
             detail = f"{name} of the artifact is not what the GGUF file holds at {ref.name}"
             raise InputError(
-                "template-differs",
-                f"{detail}, which would be kept",
-                OTHER_WEIGHTS,
-                name,
+                "template-differs", f"{detail}, which would be kept", OTHER_WEIGHTS, name
             )
 
 
 def _known_forms(values: NDArray[np.float64], dimensions: int) -> Iterator[NDArray[np.float64]]:
-    """Yield what llama.cpp's converter may have made of kept values.
+    """Yield the forms that llama.cpp's converter may give kept values.
 
-    Of vectors 1 more, as Gemma's norms have (convert_hf_to_gguf.py); in any order, for biases move
-    with the rows of their matrix.
+    Vectors may get 1 more, as Gemma's norms (convert_hf_to_gguf.py), and be in any order, because
+    biases move with the rows of their matrix.
     """
     if dimensions > 1:
         yield values
@@ -271,9 +274,9 @@ def _known_forms(values: NDArray[np.float64], dimensions: int) -> Iterator[NDArr
 def name_replaced(
     artifact: Artifact, others: Mapping[str, Linear], donor: Source
 ) -> dict[str, str]:
-    """Say what becomes of the artifact's tensors that are not quantized.
+    """Describe the fate of the artifact's tensors that are not quantized.
 
-    Returns  by name, which tensor of the donor is kept instead, or that it has none
+    Returns  by name: the donor's tensor that is kept instead, or that it has none
     """
     taken = {ref.name for packed in artifact.modules.values() for ref in packed.refs}
     taken |= {ref.name for linear in others.values() for ref in linear.refs}
@@ -296,16 +299,16 @@ def _compared_rows(rows: int) -> list[int]:
 
 
 def _floats(source: Source, ref: TensorRef, rows: list[int]) -> NDArray[np.float64]:
-    """Read those rows of a matrix of floats."""
+    """Read some rows of a matrix of floats."""
     width = ref.nbytes // ref.shape[0]
     data = b"".join(source.read_range(ref, row * width, (row + 1) * width) for row in rows)
     return np.frombuffer(data, FLOAT_DTYPES[ref.dtype]).astype(np.float64)
 
 
 def _find_order(weights: Weights, module: str, donor: Source, ref: TensorRef) -> tuple[Slot, ...]:
-    """Find the order in which the donor holds a module's rows.
+    """Find the order of a module's rows in the donor.
 
-    Raises InputError where it is none of those known.
+    Raises  InputError where it is no known order
     """
     least = np.inf
     for slots in _known_orders(module, weights.shape[0], donor):
@@ -317,18 +320,13 @@ def _find_order(weights: Weights, module: str, donor: Source, ref: TensorRef) ->
         f"{module} is not what the GGUF file holds at {ref.name}, in no order of rows that is known"
     )
     how = f"; the least error is {least:.2f} of the weights' own power, expected under {NMSE_LIMIT}"
-    raise InputError(
-        "template-differs",
-        detail + how,
-        OTHER_WEIGHTS,
-        module,
-    )
+    raise InputError("template-differs", detail + how, OTHER_WEIGHTS, module)
 
 
 def _known_orders(module: str, rows: int, donor: Source) -> Iterator[tuple[Slot, ...]]:
-    """Yield the orders that are known, the model's own first.
+    """Yield the known orders, the model's own first.
 
-    Then the halves of as many heads take turns as the donor says that q, or k, has.
+    In the others the halves of each head of q, or of k, take turns.
     """
     yield ((Rows(module, 0, rows),),)
     frame = donor.checkpoint.shards[0].frame

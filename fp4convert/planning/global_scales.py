@@ -1,7 +1,7 @@
 """Take the global scales of weights from a file instead of measuring them.
 
-With them every weight is read once. Backends take an amax, so a plan holds the float32 amax whose
-global scale is the one of the file.
+Every weight is then read once. Backends take an amax, so a plan holds the float32 amax whose global
+scale is that of the file.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ NOT_QUANTIZED = frozenset({"no-weights", "not-an-artifact"})  # of files and che
 MEASURE = "Leave it out: global scales are then measured."
 
 
-class Stored(NamedTuple):
-    """A global scale as a file has it: a float32, and how it is meant."""
+class StoredScale(NamedTuple):
+    """A global scale of a file: a float32, and its kind."""
 
     number: float
     kind: Kind = "multiplier"
@@ -50,18 +50,18 @@ class Stored(NamedTuple):
 
 
 class GlobalScales(NamedTuple):
-    """Global scales that a file gives.
+    """The global scales of a file.
 
-    origin   names it for a person
-    modules  that it has scales of
+    origin   its name for people
+    modules  modules with a scale
     find     returns the scale of one of them
-    shapes   of the modules, where the file tells them
-    source   what find reads; None where it reads nothing
+    shapes   of the modules, where the file has them
+    source   read by `find`; None where it reads nothing
     """
 
     origin: str
     modules: Collection[str]
-    find: Callable[[str], Stored]
+    find: Callable[[str], StoredScale]
     shapes: Mapping[str, tuple[int, int]]
     source: Source | None = None
 
@@ -84,15 +84,15 @@ def open_global_scales(reference: str, fmt: Format, target: Target) -> GlobalSca
         )
     if reference.endswith(".json") and os.path.isfile(reference):
         numbers = _json_numbers(reference)
-        return GlobalScales(origin, numbers, lambda module: Stored(numbers[module]), {})
+        return GlobalScales(origin, numbers, lambda module: StoredScale(numbers[module]), {})
     if reference.endswith(".safetensors") and os.path.isfile(reference):
         source = open_source(reference)
         refs = {ref.name: ref for ref in source.checkpoint.tensors}
         if all(ref.dtype == "F32" and ref.elements == 1 for ref in refs.values()):
 
             @cache
-            def read(module: str) -> Stored:
-                return Stored(decode_scalar(source.read_range(refs[module], 0, 4)))
+            def read(module: str) -> StoredScale:
+                return StoredScale(decode_scalar(source.read_range(refs[module], 0, 4)))
 
             return GlobalScales(origin, refs, read, {}, source)
     try:
@@ -108,9 +108,9 @@ def open_global_scales(reference: str, fmt: Format, target: Target) -> GlobalSca
 
 
 def scales_for_component(reference: str, name: str, count: int) -> str:
-    """Name what gives a component of a pipeline its global scales.
+    """Return the reference to the global scales of one component.
 
-    count   how many components the pipeline has
+    count   number of components of the pipeline
     Raises  InputError where one file would be for several
     """
     own = Path(reference, name)
@@ -170,9 +170,11 @@ def _scales_of_artifact(artifact: Artifact, origin: str) -> GlobalScales:
     }
 
     @cache  # a plan is made again for every size that --target-size tries
-    def read(module: str) -> Stored:
+    def read(module: str) -> StoredScale:
         blocks = artifact.decode(module)
-        return Stored(math.nan if blocks.global_scale is None else blocks.global_scale, blocks.kind)
+        return StoredScale(
+            math.nan if blocks.global_scale is None else blocks.global_scale, blocks.kind
+        )
 
     return GlobalScales(origin, having, read, having, artifact.source)
 
@@ -182,10 +184,9 @@ def given_amaxes(
 ) -> tuple[dict[str, float], list[str]]:
     """Find the amax of every module that gets a given global scale.
 
-    Returns  module -> the float32 amax, and what a person should know
-    Raises   InputError where nothing takes a scale, where modules of the file and of the plan do
-             not fit, for numbers that are no scale, and for scale groups whose members have
-             different ones
+    Returns  module -> the float32 amax, and notes for people
+    Raises   InputError where no module takes a scale, where modules of file and plan differ, for
+             numbers that are no scale, and for scale groups with several scales
     """
     groups = {
         module: verdict.group
@@ -220,7 +221,7 @@ def given_amaxes(
 def _check_modules(
     verdicts: Mapping[str, Verdict], quantized: Collection[str], scales: GlobalScales
 ) -> None:
-    """Raise InputError for modules that the file lacks, or has too many."""
+    """Raise InputError for missing, unlike and unknown modules of the file."""
     known = set(scales.modules)
     next_step = f"Give scales of this model. {MEASURE}"
     if missing := [module for module in quantized if module not in known]:
@@ -239,7 +240,7 @@ def _check_modules(
         raise InputError("global-scale-modules", detail, next_step, unknown[0])
 
 
-def _check_numbers(stored: Mapping[str, Stored], origin: str) -> None:
+def _check_numbers(stored: Mapping[str, StoredScale], origin: str) -> None:
     """Raise InputError for a number that is no scale."""
     for module, one in stored.items():
         if not SMALLEST <= one.multiplier <= 1 / SMALLEST:
@@ -251,10 +252,10 @@ def _check_numbers(stored: Mapping[str, Stored], origin: str) -> None:
 
 
 def _check_groups(
-    groups: Mapping[str, ScaleGroup | None], stored: Mapping[str, Stored], origin: str
+    groups: Mapping[str, ScaleGroup | None], stored: Mapping[str, StoredScale], origin: str
 ) -> None:
     """Raise InputError where members of a scale group have unlike scales."""
-    of_group: dict[ScaleGroup, Stored] = {}
+    of_group: dict[ScaleGroup, StoredScale] = {}
     for module, group in groups.items():
         if group and of_group.setdefault(group, stored[module]) != stored[module]:
             detail = (
@@ -272,11 +273,11 @@ def _listed(names: list[str]) -> str:
     return f"{count}: {', '.join(names[:SHOWN])}" + (f" and {more} more" if more > 0 else "")
 
 
-def amax_of(stored: Stored, rule: str) -> tuple[float, bool]:
-    """Find the amax whose global scale is stored so, and whether there is.
+def amax_of(stored: StoredScale, rule: str) -> tuple[float, bool]:
+    """Return the amax of a stored global scale, and whether it is exact.
 
-    Where several are, as under a divisor, that with the fewest bits, as weights of 16 bits have.
-    Where none is, that of the nearest scale.
+    Of several, as under a divisor, the one with the fewest bits, as weights of 16 bits have. Where
+    no amax has that scale, the amax of the nearest scale.
     """
     reach, is_inverse = global_range(rule), stored.kind == "divisor"
     near = np.float32(reach / stored.number if is_inverse else reach * stored.number)
@@ -289,7 +290,7 @@ def amax_of(stored: Stored, rule: str) -> tuple[float, bool]:
     return float(chosen.view(np.float32)), least == 0
 
 
-def _distance(amax: float, stored: Stored, rule: str) -> float:
+def _distance(amax: float, stored: StoredScale, rule: str) -> float:
     """Return how far the stored scale is from that of an amax."""
     scale = float(global_scale_of(amax, rule))
     return abs(decode_scalar(encode_scalar(scale, stored.kind == "divisor")) - stored.number)

@@ -9,35 +9,38 @@ floats alone.  What has no whole blocks never becomes Q8_0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
+from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.floats import FLOATS
+from fp4convert.errors import ChoiceError
 from fp4convert.makers.copied import Copied
-from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named
+from fp4convert.numerics.formats import FLOAT_TYPES, Format, dtype_named
 from fp4convert.planning.plan import Idle
 from fp4convert.planning.steps import Action, Draft, Step, Task, module_of, spec_of
 from fp4convert.recipes.patterns import matches_any
-from fp4convert.recipes.recipe import Recipe
+from fp4convert.recipes.recipe import Recipe, Target
 from fp4convert.storage.safetensors import WEIGHT, TensorRef, TensorSpec, nbytes_of
 
 KEPT_DTYPE = "bf16"  # of what was packed and stays
 
 
 def is_expanded(linear: Linear) -> bool:
-    """Tell whether no engine would know a module that stays as it is stored."""
+    """Return whether no engine would read a module that stays packed."""
     return linear.coding.is_packed and not linear.coding.is_at_home
 
 
 def word_of(dtype: str) -> str:
-    """Return what a person calls the type of a matrix that stays."""
+    """Return the name for people of the type of a matrix that stays."""
     return FLOAT_TYPES[dtype].word if dtype in FLOAT_TYPES else dtype.lower()
 
 
 def expanded_spec(name: str, shape: tuple[int, ...], recipe: Recipe) -> TensorSpec:
-    """Return the tensor of a packed matrix that stays, and is expanded."""
+    """Return the spec of a packed matrix that stays and is expanded."""
     from fp4convert.storage.gguf import BLOCK_TYPES, Q8_0, shape_in_bytes
 
     word = recipe.target.keep_dtype or KEPT_DTYPE
@@ -61,8 +64,7 @@ def _is_of_floats(name: str, recipe: Recipe) -> bool:
 
 
 def kept_spec(ref: TensorRef, recipe: Recipe) -> TensorSpec:
-    """Return what a stored tensor that stays becomes: often the same."""
-
+    """Return the spec of a stored tensor that stays; often the same."""
     target, same = recipe.target, spec_of(ref)
     is_matrix = len(ref.shape) >= MATRIX_DIMENSIONS and ref.elements > 0
     if target.keep_dtype is None or not is_matrix:
@@ -128,8 +130,7 @@ def draft_floats(action: Action, reason: str, linear: Linear, spec: TensorSpec) 
 
 
 def idle_keep_dtype(recipe: Recipe, tasks: Iterable[Task]) -> Iterator[Idle]:
-    """Tell that nothing which stays is written in another type."""
-
+    """Report --keep-dtype where no tensor gets another type."""
     steps = (step for task in tasks for step in task.steps if step.linears and not step.is_made)
     if recipe.target.keep_dtype and all(
         step.outputs[0].dtype == step.refs[0].dtype for step in steps
@@ -139,3 +140,38 @@ def idle_keep_dtype(recipe: Recipe, tasks: Iterable[Task]) -> Iterator[Idle]:
         wide = "" if recipe.target.keep_dtype == Q8_0.lower() else "fp32 "
         why = f"is for {wide}matrices and packed ones that stay; here are none"
         yield Idle("--keep-dtype", why, is_pattern=False)
+
+
+def held_form(linear: Linear, target: Target, beside: Collection[Format] = ()) -> Form | None:
+    """Return the form in which the target's dialect holds a module as it is.
+
+    beside   formats of other modules in the same artifact
+    Returns  None where it has no place for it
+    """
+    dialect = dialect_named(str(target.dialect))
+    form, traits = linear.coding.form_kept(linear, target), dialect.TRAITS
+    if form is None or form.format not in (*traits.writes, *traits.mixes):
+        return None
+    formats = {form.format, *beside}
+    if len(formats) > 1 and not formats <= set(traits.mixes):
+        return None
+    return None if dialect.unfit(linear.module, linear.shape, form) else form
+
+
+def unheld(
+    linear: Linear, target: Target, next_step: str, beside: Collection[Format] = ()
+) -> ChoiceError:
+    """Make the error for a module that the dialect cannot hold as it is.
+
+    It names the dialects that can.
+    """
+    able = [
+        name
+        for name in DIALECTS
+        if held_form(linear, target._replace(dialect=name, scale_layout=None), beside)
+    ]
+    others = sorted({fmt.name for fmt in beside} - {linear.coding.word.partition(" ")[0]})
+    together = f" beside {' and '.join(others)}" if others else ""
+    detail = f"{linear.name} is {linear.coding.word}, which dialect {target.dialect} cannot hold"
+    detail = f"{detail}{together}; held as it is by {', '.join(able) or 'no dialect'}"
+    return ChoiceError("dialect-mixed", detail, next_step, linear.name)

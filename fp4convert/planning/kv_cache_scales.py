@@ -43,10 +43,8 @@ if TYPE_CHECKING:
     from fp4convert.checkpoint.linears import Linears
     from fp4convert.recipes.recipe import Recipe
 
-KEYS_VALUES = (
-    ("k_proj", "v_proj"),
-    ("wk", "wv"),
-)  # names of linear layers that make what a cache holds
+# Names of linear layers whose outputs a cache holds.
+KEYS_VALUES = (("k_proj", "v_proj"), ("wk", "wv"))
 FUSED = ("qkv_proj", "query_key_value", "Wqkv", "wqkv", "W_pack", "c_attn")
 LATENT = (
     "kv_a_proj_with_mqa",
@@ -68,10 +66,10 @@ HEADS = ("head_dim", "global_head_dim", "v_head_dim")  # of a config.json, how w
 def plan_cache(
     source: Source, linears: Linears, recipe: Recipe, calibration: Calibration | None
 ) -> Cache:
-    """Plan the scales of the cache that the target asks for.
+    """Plan the scales of the target's KV cache.
 
-    Raises InputError for models that have no cache with two scales a layer, for a calibration that
-    says nothing of one, and for NVFP4 where heads are no whole blocks or scales are not known
+    Raises  InputError for models without a cache of two scales a layer, for a calibration without
+            statistics of it, and for NVFP4 where heads are no whole blocks or scales are unknown
     """
     kind, traits = str(recipe.target.kv_cache), dialect_named(str(recipe.target.dialect)).TRAITS
     stored = traits.cache_scales[kind]
@@ -117,7 +115,7 @@ def plan_cache(
 def _notes_on_fp8(
     assumed: Sequence[str], of_all: str, measured: Mapping[str, float], is_calibrated: bool
 ) -> Iterator[str]:
-    """Tell where scales are 1, and where keys or values are large."""
+    """Warn of scales of 1, and of large keys or values."""
     if assumed:
         measure = "--calibration FILE measures them (fp4convert calibrate)"
         how = "no calibration gives them" if is_calibrated else measure
@@ -136,15 +134,15 @@ def _notes_on_fp8(
 
 
 def _notes_on_nvfp4(stored: CacheScales) -> tuple[str, ...]:
-    """Tell what a dialect's scales are, for other tools take them otherwise."""
+    """Describe a dialect's scales, which other tools read in another way."""
     return (f"scales of an NVFP4 cache are amax / {stored.divisor:g}, {stored.known}",)
 
 
 def carry_cache(artifact: Artifact, spelling: Dialect) -> tuple[dict[str, Draft], tuple[str, ...]]:
     """Plan the scales of an artifact's cache in another dialect.
 
-    Returns  what becomes of every one, by the name of its tensor; and notes
-    Raises   InputError for one that is no positive number, where it has to be computed anew
+    Returns  drafts by the name of the source's tensor, and notes
+    Raises   InputError for a scale that must be computed anew and is no positive number
     """
     kind = artifact.forms[0].kv_cache
     own, stored = (each.TRAITS.scales_of_cache(kind) for each in (artifact.spelling, spelling))
@@ -184,7 +182,7 @@ def _draft_scalar(reason: str, spec: TensorSpec, value: float) -> Draft:
 
 
 def _as_float32(value: float) -> float:
-    """Round to float32; InputError for what is beyond it."""
+    """Round to float32; InputError for 0 and for numbers beyond it."""
     try:
         (made,) = struct.unpack("<f", struct.pack("<f", value))
     except OverflowError:
@@ -195,7 +193,7 @@ def _as_float32(value: float) -> float:
 
 
 def _own_kind(source: Source) -> str:
-    """Tell what cache the scales of a source are for: FP8 where none is named."""
+    """Return the kind of a source's cache: FP8 where none is recorded."""
     found = (groups for _, groups in recognise(read_clues(source)))
     return next((group.form.kv_cache for group in next(found, ()) if group.form.kv_cache), "fp8")
 
@@ -216,7 +214,7 @@ def _refuse_heads(config: Mapping[str, object]) -> None:
 
 
 def _unknown_scales(source: Source, calibration: Calibration | None, attention: str) -> InputError:
-    """Make the error of an NVFP4 cache of which nobody knows the scales."""
+    """Return the error for an NVFP4 cache with unknown scales."""
     detail = f"--kv-cache {NVFP4.name}: nothing tells how large keys and values of {attention} are"
     expected = "expected a calibration, or a source with scales of an NVFP4 cache"
     if calibration:
@@ -227,10 +225,10 @@ def _unknown_scales(source: Source, calibration: Calibration | None, attention: 
 
 
 def _find_attentions(linears: Linears, recipe: Recipe) -> dict[str, TensorRef]:
-    """Find every attention with a cache, and where its scales go.
+    """Find every attention with a cache.
 
-    Returns the tensor beside which they go, by attention
-    Raises  InputError for a model with another kind of cache, or none that is known
+    Returns attention -> the tensor beside which its scales are written
+    Raises  InputError for a model with another kind of cache, or no known one
     """
     leaves: dict[str, dict[str, Linear]] = defaultdict(dict)
     for module, linear in linears.of.items():
@@ -275,7 +273,7 @@ def _find_attentions(linears: Linears, recipe: Recipe) -> dict[str, TensorRef]:
 def _measured_scales(
     calibration: Calibration, attention: str, stored: CacheScales
 ) -> tuple[float, ...]:
-    """Return the scales of keys and values that fit what a calibration saw."""
+    """Return the scales for the largest keys and values of a calibration."""
     amaxes = calibration.cache_amax(attention)
     if 0 in amaxes:
         detail = (
@@ -290,9 +288,9 @@ def _measured_scales(
 def _stored_scales(
     source: Source, own: Mapping[str, TensorRef], attention: str, kind: str
 ) -> dict[str, float]:
-    """Read which amaxes the source's own scales stand for, in any spelling.
+    """Return the amaxes of the source's own scales, in any spelling.
 
-    Returns  them by name; nothing where it has not both, of keys and of values
+    Returns  by name; {} unless both scales are there, of keys and of values
     """
     known = {dialect_named(name).TRAITS.cache_scales.get(kind) for name in DIALECTS} - {None}
     for stored in sorted(filter(None, known)):

@@ -1,11 +1,11 @@
-"""Check that a calibration file has what the method takes.
+"""Check that a calibration file has the statistics of the method.
 
-rtn     every weight becomes the nearest value that its block scale offers
-gptq    columns one after the other, those that follow making up for the error of those before
-        (gptq.py); of a linear layer that saw too few tokens for that, as rtn
-awq     as rtn, of columns multiplied by what keeps the outputs closest, and folded into what makes
-        their inputs
-The rule `importance` takes statistics of the inputs by every method.
+rtn     every weight becomes the nearest value under its block scale
+gptq    column after column; later columns make up for the errors of earlier ones (gptq.py); as rtn
+        where a linear layer saw too few tokens
+awq     as rtn, after columns are multiplied by the factors that keep the outputs closest; the
+        producers of the inputs are divided by them
+The rule `importance` takes statistics of the inputs with every method.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FILE_NEEDED = "Make one: fp4convert calibrate SOURCE -o FILE."
 
 
 def open_statistics(method: str, rule: str | None, file: str | None) -> Calibration | None:
-    """Open the calibration file that is given.
+    """Open the calibration file.
 
-    Raises InputError for a method that is not known or whose package is not installed, one or a
-    rule that needs a file and has none, or a file that is none
+    Raises  InputError for an unknown method or one whose package is not installed, for a method or
+            rule that needs a file and has none, or for a wrong file
     """
     if method not in METHODS:
         raise InputError(
@@ -62,12 +62,12 @@ def open_statistics(method: str, rule: str | None, file: str | None) -> Calibrat
 def check_statistics(
     plan: Plan, calibration: Calibration, is_fitted: bool = False
 ) -> tuple[str, ...]:
-    """Check that the file has all that method and rule take; return warnings.
+    """Check the file's statistics for method and rule; return warnings.
 
-    is_fitted  the file chose formats of modules, too
-    Raises     InputError where the file lacks what method and rule take of a linear layer
+    is_fitted  the file also chose formats of modules
+    Raises     InputError where the file lacks statistics of a linear layer
     """
-    # the linear layers whose inputs method and rule want to know
+    # the linear layers whose statistics method and rule take
     method, is_weighed = plan.target.method, plan.target.scale_rule == IMPORTANCE
     linears: list[Linear] = []
     if takes_statistics(plan.target):
@@ -77,7 +77,7 @@ def check_statistics(
     check_linears(calibration, linears)
     if method == GPTQ:
         _check_grams(calibration, linears)
-    # what method and rule take of them must be there
+    # the statistics that they take must be there
     taken: list[Callable[[str], object]] = [calibration.moments]
     if method == AWQ:
         taken += [calibration.mean_magnitudes, calibration.tokens_of]
@@ -89,16 +89,13 @@ def check_statistics(
 
 
 def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:
-    """Raise InputError where a Gram matrix is missing, or cannot be one."""
+    """Raise InputError where a Gram matrix is missing or malformed."""
     if calibration.gram_kind in ("none", "diag"):
         detail = (
             f"{calibration.path} holds no Gram matrices (--gram {calibration.gram_kind}), and"
             " --method gptq needs them"
         )
-        raise InputError(
-            "no-gram",
-            f"{detail}; expected block:128 or full",
-        )
+        raise InputError("no-gram", f"{detail}; expected block:128 or full")
     for module in (linear.module for linear in linears):
         if not calibration.has(module, "input_gram"):
             detail = (
@@ -116,7 +113,7 @@ def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:
 
 
 def _spared(plan: Plan, calibration: Calibration, linears: Sequence[Linear]) -> Iterator[str]:
-    """Say which modules gptq leaves to the scale rule."""
+    """Name modules that gptq leaves to the scale rule."""
     few = [each.module for each in linears if has_few_tokens(calibration, each.module)]
     if few:
         rule = plan.target.rule_for(FORMATS[plan.target.format])
@@ -128,7 +125,7 @@ def _spared(plan: Plan, calibration: Calibration, linears: Sequence[Linear]) -> 
 
 
 def takes_statistics(target: Target) -> bool:
-    """Tell whether inputs change how weights are rounded."""
+    """Return whether statistics of inputs change the rounding of weights."""
     return target.method not in (None, *UNAIDED) or target.scale_rule == IMPORTANCE
 
 
@@ -142,7 +139,7 @@ def rounded(plan: Plan) -> Iterator[Step]:
 
 
 def _untouched(plan: Plan, is_fitted: bool) -> Iterator[str]:
-    """Say what method, rule and file do not change."""
+    """Name modules that method, rule and file do not change."""
     if not takes_statistics(plan.target):
         if not is_fitted and not plan.scalars:
             yield (
@@ -166,7 +163,7 @@ def _untouched(plan: Plan, is_fitted: bool) -> Iterator[str]:
 def reopened(plan: Plan) -> Calibration | None:
     """Open the calibration file of a plan again.
 
-    Raises InputError where it is another one by now.
+    Raises  InputError where it has changed
     """
     if plan.calibration is None:
         return None

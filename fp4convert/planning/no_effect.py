@@ -36,12 +36,10 @@ REGEX_SIGNS = re.compile(r"\.\*|\\|\^|\$|\.\+|\|")
 def find_idle(
     recipe: Recipe, checkpoint: Checkpoint, linears: Linears, verdicts: Mapping[str, Verdict]
 ) -> tuple[Idle, ...]:
-    """Find what a person asks for that changes nothing.
+    """Find requests without effect.
 
-    Patterns that match no module and no stack, --include of what stays all the same, and options
-    for what the source lacks
-
-    verdicts  what becomes of every linear layer
+    These are patterns that match no module and no stack, --include of modules that stay all the
+    same, and options for modules that the source lacks.
     """
     stacks = [linear.stack for linear in linears.of.values() if linear.stack]
     has_stacks = bool(stacks or linears.unruled)
@@ -111,9 +109,9 @@ def _idle_includes(
 
 
 def refuse_idle(found: Sequence[Sequence[Idle]]) -> None:
-    """Raise InputError for a request that changes nothing.
+    """Raise InputError for a request without effect.
 
-    found  what find_idle found of a checkpoint, or of all components of a pipeline
+    found  results of find_idle, of a checkpoint or of all components of a pipeline
     """
     first, *others = ({idle.asked: idle for idle in own} for own in found)
     everywhere = [
@@ -141,7 +139,7 @@ def refuse_idle(found: Sequence[Sequence[Idle]]) -> None:
 def _suggest(pattern: str, modules: Collection[str], made: Collection[str]) -> list[str]:
     """Return patterns that match modules and may have been meant.
 
-    made  what they may not match all of: nothing would be left to do
+    made  quantized modules, of which some must stay unmatched: else nothing is left to do
     """
     if "," in pattern and not pattern.startswith("re:"):
         parts = [part.strip() for part in pattern.split(",") if part.strip()]
@@ -153,7 +151,7 @@ def _suggest(pattern: str, modules: Collection[str], made: Collection[str]) -> l
 def _better(
     pattern: str, modules: Collection[str], made: Collection[str], is_itself: bool = False
 ) -> Iterator[str]:
-    """Yield patterns like this one that match a module, the likeliest first."""
+    """Yield similar patterns that match a module, the likeliest first."""
     bare = pattern.removeprefix("re:").removesuffix(WEIGHT).strip(".")
     words = bare.strip(".*")
     leaves = {part for module in modules for part in module.split(".") if not part.isdigit()}
@@ -175,9 +173,9 @@ def _better(
 
 
 def refuse_empty(source: str, plans: Sequence[Plan]) -> None:
-    """Raise ChoiceError where no tensor gets another form.
+    """Raise ChoiceError where no tensor is quantized in the result.
 
-    source  how a person calls it
+    source  its name for people
     plans   one, or those of all components of a pipeline
     """
     steps = [step for plan in plans for step in plan.steps]

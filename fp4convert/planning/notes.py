@@ -1,29 +1,40 @@
-"""Say what a person should know of a source, and of what stays."""
+"""Write notes for people on a source, its adapter and its result."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from fp4convert.checkpoint.dialects.base import Traits
 from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR
 from fp4convert.checkpoint.dialects.stacks import STACK_DIMENSIONS
-from fp4convert.checkpoint.encodings.base import is_fp8
+from fp4convert.checkpoint.encodings.base import Linear, is_fp8
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.missing_parts import judge_source
+from fp4convert.checkpoint.record import ADAPTER
 from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.planning.activation_scales import describe_unit, warn_of_unit
 from fp4convert.planning.decisions import Verdict
-from fp4convert.planning.steps import Task
+from fp4convert.planning.kept_dtype import word_of
+from fp4convert.planning.steps import Draft, Task
 from fp4convert.progress import count_text
-from fp4convert.recipes.recipe import Recipe, is_expert_stack
+from fp4convert.recipes.recipe import Recipe, Target
+from fp4convert.recipes.rules import is_expert_stack
 from fp4convert.recipes.unread_modules import find_unread_modules
 from fp4convert.storage.checkpoint_files import WEIGHTS
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Checkpoint
 
+if TYPE_CHECKING:
+    from fp4convert.calibration.statistics import Calibration
+    from fp4convert.checkpoint.artifact import Artifact
+
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
 MISTRALS = "consolidated"  # how the names begin of files in Mistral's form
+LOST_BY_RTN = "9 dB"  # of an adapter on average, as docs/adapters.md measures it
 NO_CONFIG = (
     "the source has no config.json, or an empty one; the one written holds only the quantization"
     " record"
@@ -31,7 +42,7 @@ NO_CONFIG = (
 
 
 def notes_on(checkpoint: Checkpoint) -> Iterator[str]:
-    """Say what a person should know of a source, whatever becomes of it."""
+    """Yield notes on a source that hold for every result."""
     if omitted := checkpoint.unindexed:
         yield (
             f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}; they are taken"
@@ -96,13 +107,11 @@ def note_stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> Iterator[s
 def note_left_behind(
     linears: Linears, tasks: Iterable[Task], is_written: bool, is_unit: bool, taken: Collection[str]
 ) -> Iterator[str]:
-    """Name scales that only the engine of a packed source has a use for.
-
-    Where those of activations are given, these take their place.
+    """Name scales that only the engine of a packed source uses.
 
     is_written  the plan writes scales of activations or of a cache
-    is_unit     those of activations are 1
-    taken       scales of a cache of keys and values that are taken over
+    is_unit     the scales of activations are 1; others replace the source's own
+    taken       scales of a KV cache that are taken over
     """
     stays = [
         step for task in tasks for step in task.steps if step.action == "copy" and step.is_made
@@ -117,10 +126,7 @@ def note_left_behind(
     ]
     caches = [ref.name for ref in linears.idle if ref.name not in taken]
     hint = "; --input-scale SOURCE takes them over" if is_written else ""
-    for names, what, more in (
-        (idle, "activation scales", hint),
-        (caches, "KV cache scales", ""),
-    ):
+    for names, what, more in ((idle, "activation scales", hint), (caches, "KV cache scales", "")):
         if names:
             yield (
                 f"{len(names)} {what} of the source are left out, the first {names[0]!r}: they"
@@ -139,7 +145,7 @@ def note_unread(
     config: Mapping[str, object],
     traits: Traits,
 ) -> Iterator[str]:
-    """Name modules that become quantized and that engines do not read so."""
+    """Name quantized modules that engines do not read."""
     formats = {module: forms[module].format for module in shapes}
     found: dict[str, list[str]] = defaultdict(list)
     for one in find_unread_modules(shapes, formats, recipe, config, traits.holds_embeddings):
@@ -150,7 +156,7 @@ def note_unread(
 
 
 def note_unchanged(verdicts: Mapping[str, Verdict], recipe: Recipe) -> Iterator[str]:
-    """Name what the request does not reach."""
+    """Note --via without effect, and a plan without quantized modules."""
     made = [verdict for verdict in verdicts.values() if verdict.is_made]
     if recipe.target.via and (
         same := [one for one in made if one.action != "quantize" or is_fp8(one.linear)]
@@ -167,3 +173,66 @@ def note_unchanged(verdicts: Mapping[str, Verdict], recipe: Recipe) -> Iterator[
             f"no tensor becomes {recipe.format.name}: every one is kept, for the reasons that"
             " --dry-run lists"
         )
+
+
+def notes_on_adapter(
+    linears: Linears, checkpoint: Checkpoint, target: Target, calibration: Calibration | None
+) -> Iterator[str]:
+    """Warn of another base model, of other names, of a method that loses it."""
+    adapter = linears.adapter
+    if adapter is None:
+        return
+    if checkpoint.repo and adapter.base and checkpoint.repo != adapter.base:
+        yield f"{adapter.name} was made for {adapter.base}, and is merged into {checkpoint.repo}"
+    old, new = linears.renamed
+    if old != new:
+        yield (
+            f"{adapter.name}: names that begin with {old or 'nothing'!r} are those that begin with"
+            f" {new or 'nothing'!r} in the model"
+        )
+    if calibration and ADAPTER not in calibration.notes:
+        yield (
+            f"{calibration.path} was made without the adapter, whose inputs are others: calibrate"
+            " with --lora, and less is lost (docs/adapters.md)"
+        )
+    # Beside low-rank corrections there is no other method.
+    if target.method == "rtn" and target.dialect not in ALWAYS_FOUR:
+        yield (
+            f"--method rtn leaves about {LOST_BY_RTN} less of an adapter than the default does, as"
+            " measured (docs/adapters.md)"
+        )
+
+
+def note_eight_bit_scales(
+    unread: Sequence[str], unit: Sequence[str], dialect: str
+) -> Iterator[str]:
+    """Name input scales of FP8 modules that are left out, or are 1."""
+    if unread:
+        why = f"dialect {dialect} has no name for them, and its engines measure activations anew"
+        yield f"{len(unread)} scales of activations are left out, the first {unread[0]!r}: {why}"
+    if unit:
+        yield (
+            f"{count_text(len(unit), 'FP8 module')} without a scale of activations, the first"
+            f" {unit[0]!r}; dialect {dialect} wants one: it is 1.0, {describe_unit(is_fp4=False)};"
+            " for measured ones quantize the original again with --calibration FILE (fp4convert"
+            " calibrate)"
+        )
+
+
+def note_unit_scales(artifact: Artifact, forms: Mapping[str, Form]) -> Iterator[str]:
+    """Warn of input scales of 1 that four-bit modules keep."""
+    having = [name for name in artifact.modules if name in forms and forms[name].has_input_scale]
+    if modules := [name for name in having if artifact.input_scale(name) == 1.0]:
+        yield warn_of_unit(modules, True, "as in the artifact")
+
+
+def note_expanded(drafts: Sequence[Draft]) -> Iterator[str]:
+    """Name matrices that become floats, once for each kind."""
+    found: dict[tuple[str, str], list[Linear]] = defaultdict(list)
+    for draft in drafts:
+        dtype = word_of(draft.specs[0].dtype)
+        for linear in draft.step.linears:
+            found[linear.coding.word, dtype].append(linear)
+    for (word, dtype), linears in found.items():
+        what = f"{len(linears)} matrices become {dtype}, the first {linears[0].name!r}"
+        yield f"{what}: the dialect has no {word}"

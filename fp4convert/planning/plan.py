@@ -6,17 +6,17 @@ Nothing is read and nothing is decided here; no format, dialect or method has a 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
-from fp4convert.checkpoint.dialects.forms import Form, Group, group_modules
+from fp4convert.checkpoint.dialects.forms import Group, group_modules
 from fp4convert.checkpoint.dialects.target_forms import form_of
 from fp4convert.errors import Finding, InputError
-from fp4convert.planning.steps import Draft, Shard, Step, Task
+from fp4convert.planning.steps import Draft, Shard, Step, Task, by_maker
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.rules import FoldUse, StackRule
@@ -31,10 +31,10 @@ class Idle(NamedTuple):
     """A request that changes nothing.
 
     asked   the option with its value
-    why     it changes nothing, after those words
-    better  options to give instead, as one types them; "" where nothing is alike
-    modules how many modules these match
-    is_pattern  on names of modules; else it is for what the source lacks
+    why     the reason, a predicate whose subject is `asked`
+    better  options to type instead; "" where none is close
+    modules number of modules that these match
+    is_pattern  a pattern on names of modules; else an option for something that the source lacks
     """
 
     asked: str
@@ -46,21 +46,21 @@ class Idle(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every task, and what the result's records need to know.
+    """All tasks, and facts for the records of the result.
 
-    stacks       how the source's stacks of experts were read
-    folds        where factors are folded in
+    stacks       rules by which stacks of experts were read
+    folds        modules that factors are folded into
     idle         requests that change nothing
-    excluded     how many linear layers --exclude keeps
+    excluded     number of linear layers that --exclude keeps
     calibration  path of the file of statistics, whose sha256 the target has
-    adapter      that was merged, whose hash the target has
-    goal         what formats of modules were chosen for, as our record says it
-    left_out     tensors of the source that are in no output, and why
+    adapter      the merged adapter, whose hash the target has
+    goal         purpose of the formats of modules, as our record words it
+    left_out     tensor of the source without an output -> the reason
     scalars      float32 numbers that no tensor of the source holds, by the name of their step
-    amaxes       given ones, by the name of their step
-    options      those that the bytes depend on, as our record says them
-    faults       what `inspect` will find in the result, because the source has it
-    scale_sources  artifacts that input scales and global scales were taken of
+    amaxes       given by a file, by the name of their step
+    options      options that the bytes depend on, as our record words them
+    faults       findings of `inspect` on the result that the source causes
+    scale_sources  artifacts with the input scales and global scales
     """
 
     target: Target
@@ -82,8 +82,8 @@ class Plan:
     faults: tuple[Finding, ...] = ()
 
     @property
-    def steps(self) -> Iterator[Step]:
-        return chain.from_iterable(task.steps for task in self.tasks)
+    def steps(self) -> list[Step]:
+        return [step for task in self.tasks for step in task.steps]
 
     @property
     def source_bytes(self) -> int:
@@ -97,12 +97,12 @@ class Plan:
 
     @property
     def shards(self) -> list[Shard]:
-        """List every file that is written."""
+        """List the files of weights."""
         return [shard for task in self.tasks for shard in task.shards]
 
     @property
     def quantized(self) -> list[str]:
-        """List modules that are quantized in the result, or their stacks."""
+        """List the quantized modules of the result, or their stacks."""
         return [step.module for step in self.steps if step.is_made]
 
     @property
@@ -112,21 +112,18 @@ class Plan:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Return these modules by their form.
-
-        Where there are none, one group without modules.
-        """
+        """Group the quantized modules by form; one empty group without any."""
         made = ((step.module, step.form) for step in self.steps if step.form is not None)
         return group_modules(made) or (Group(form_of(self.target), ()),)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return their shapes."""
+        """Return the shapes of the quantized modules."""
         return {step.module: step.shape for step in self.steps if step.is_made}
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Count the bits of a quantized weight, with scales; None without any."""
+        """Count the bits of a quantized weight, with its scales; None without any."""
         return bits_per_weight_of((step, step.output_bytes) for step in self.steps)
 
     @property
@@ -138,10 +135,10 @@ class Plan:
 
 
 def bits_per_weight_of(sized: Iterable[tuple[Step, int]]) -> float | None:
-    """Count the bits per weight of what is quantized, with its scales.
+    """Count the bits of a quantized weight, with its scales.
 
-    sized    steps with their bytes
-    Returns  None where nothing is quantized
+    sized    steps with the bytes of their outputs
+    Returns  None without a quantized weight
     """
     made = [(step.shape, nbytes) for step, nbytes in sized if step.is_made]
     weights = sum(math.prod(shape) for shape, _ in made)
@@ -149,34 +146,31 @@ def bits_per_weight_of(sized: Iterable[tuple[Step, int]]) -> float | None:
 
 
 class Writing(NamedTuple):
-    """What is written, and how; ordinary weights have no dialect."""
+    """Lays out tasks of a checkpoint; ordinary weights have no dialect."""
 
     checkpoint: Checkpoint
     target: Target
     dialect: Dialect | None = None
-    form: Form | None = None
 
     def task(self, shard: Header, drafts: Iterable[Draft]) -> Task:
-        """Lay the drafts of one shard out, each output at its place."""
+        """Give each output of a shard's drafts its place."""
         drafts = list(drafts)
         shards = tuple(self._shards(shard, drafts))
         place = {ref.name: ref for written in shards for ref in written.outputs}
         steps = tuple(
             [
-                Step(*step[:-1], tuple([place[spec.name] for spec in specs]))
-                for step, specs, _, _ in drafts
+                draft.step._replace(outputs=tuple([place[spec.name] for spec in draft.specs]))
+                for draft in drafts
             ]
         )
         read = {shard.file}
-        for work in Task((), (), steps, ()).works:
-            read.update(
-                [ref.file for refs in (work.maker.reads, work.maker.measures) for ref in refs]
-            )
+        for maker, _ in by_maker(steps):
+            read.update([ref.file for ref in (*maker.reads, *maker.measures)])
         stamps = [self.checkpoint.stamps[file] for file in sorted(read)]
         return Task(tuple(sorted(read)), shards, steps, (self.target, stamps))
 
     def _shards(self, shard: Header, drafts: list[Draft]) -> Iterator[Shard]:
-        """Lay out the file of that name, and one for scales where they go apart."""
+        """Lay out a file of the same name, and one for scales that stand apart."""
         notes = {}
         if self.dialect:
             steps = [draft.step for draft in drafts]
@@ -196,37 +190,23 @@ class Writing(NamedTuple):
 
 
 def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:
-    """Collect every output by its name.
+    """Return every output by its name.
 
-    Raises InputError where two have the same, or two shards.
+    Raises  InputError where two outputs, or two shards, have the same name
     """
-    tasks, found, files = tuple(tasks), dict[str, TensorRef](), set[str]()
-    for task in tasks:
-        for shard in task.shards:
-            if shard.file in files:
-                detail = (
-                    f"two shards of the result would be {shard.file}; expected names that do not"
-                    " collide"
-                )
-                raise InputError("name-collision", detail, "Rename the shard of that name.")
-            files.add(shard.file)
-    outputs = [ref for task in tasks for step in task.steps for ref in step.outputs]
-    every = {ref.name: ref for ref in outputs}
-    if len(every) == len(outputs):
-        return every
-    for task in tasks:
-        for step in task.steps:
-            for ref in step.outputs:
-                if ref.name in found:
-                    detail = (
-                        f"{ref.file}: the output {ref.name!r} already exists; expected names that"
-                        " do not collide"
-                    )
-                    raise InputError(
-                        "name-collision",
-                        detail,
-                        f"Leave one out: {exclude_option(step.module)}",
-                        ref.name,
-                    )
-                found[ref.name] = ref
-    return found
+    tasks = tuple(tasks)
+    files = Counter(shard.file for task in tasks for shard in task.shards)
+    file, count = next(iter(files.most_common(1)), ("", 0))
+    if count > 1:
+        detail = f"two shards of the result would be {file}; expected names that do not collide"
+        raise InputError("name-collision", detail, "Rename the shard of that name.")
+    outputs: dict[str, TensorRef] = {}
+    for step in [step for task in tasks for step in task.steps]:
+        for ref in step.outputs:
+            if ref.name in outputs:
+                detail = f"{ref.file}: the output {ref.name!r} already exists"
+                detail += "; expected names that do not collide"
+                next_step = f"Leave one out: {exclude_option(step.module)}"
+                raise InputError("name-collision", detail, next_step, ref.name)
+            outputs[ref.name] = ref
+    return outputs

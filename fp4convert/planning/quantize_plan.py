@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
-from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
+from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
@@ -26,8 +26,6 @@ from fp4convert.planning.activation_scales import (
     judge_scales,
     scales_of,
 )
-from fp4convert.planning.adapter_notes import notes_on_adapter
-from fp4convert.planning.completeness import ENGINE_ONLY, WRITTEN_ANEW, refuse_forgotten
 from fp4convert.planning.decisions import (
     Verdict,
     decide,
@@ -53,10 +51,19 @@ from fp4convert.planning.notes import (
     note_unchanged,
     note_unread,
     notes_on,
+    notes_on_adapter,
 )
 from fp4convert.planning.plan import Plan, Writing, refuse_collisions
-from fp4convert.planning.steps import Action, Draft, Task, module_of
-from fp4convert.planning.units import Given, Units
+from fp4convert.planning.steps import (
+    ENGINE_ONLY,
+    WRITTEN_ANEW,
+    Action,
+    Draft,
+    Task,
+    module_of,
+    refuse_forgotten,
+)
+from fp4convert.planning.units import Units
 from fp4convert.recipes.patterns import sift
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, scale_groups
 from fp4convert.recipes.rules import StackRule
@@ -75,9 +82,9 @@ INPUTS_TOO = (
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The scales that a plan writes.
+    """The scales of a KV cache in a plan.
 
-    drafts  what is written beside a tensor of the source, by that tensor's name
+    drafts  by the name of the source's tensor beside which they are written
     own     names of the source's own scales, which stay in another spelling
     """
 
@@ -88,11 +95,11 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """Scales that stand beside the weights, and come from elsewhere.
+    """Scales beside the weights that come from elsewhere.
 
-    inputs       what says those of activations
-    calibration  what saw the inputs of modules, to be compared
-    cache        those of a cache of keys and values
+    inputs       of activations
+    calibration  statistics of the inputs, to compare with
+    cache        of a cache of keys and values
     weights      global scales of the weights, where a file gives them
     """
 
@@ -107,25 +114,24 @@ def plan_quantize(
 ) -> Plan:
     """Plan the checkpoint in the recipe's format and dialect.
 
-    linears  those of the checkpoint
-    Raises   InputError for stacks of experts whose layout nobody tells, for what the dialect cannot
-             say, for modules without an input scale or a given global scale, or where an output
-             would take the name of another tensor
+    linears  of the checkpoint
+    Raises   InputError for stacks of experts with an unknown layout, for forms without a place in
+             the dialect, for modules without an input scale or a given global scale, or where an
+             output would take the name of another tensor
     """
     dialect = dialect_to_write(recipe.target)
     refuse_other_container(checkpoint, dialect, str(recipe.target.dialect))
     faults = find_faults_of(checkpoint, linears, recipe)
     verdicts = decide(linears, recipe, dialect)
-    # scales of activations, and global scales of weights
     fed = find_fed(verdicts, recipe, dialect)
     inputs, notes = scales_of(fed, scalars.inputs) if fed else ({}, [])
     notes = [*notes, *judge_scales(fed, inputs, scalars.inputs, scalars.calibration)]
     amaxes, more = _amaxes(verdicts, scalars.weights, recipe)
     # a step for every tensor, and its place
-    units = Units(verdicts, dialect, recipe.target, Given(inputs, amaxes))
+    units = Units(verdicts, dialect, recipe.target, inputs, amaxes)
     linears = replace(linears, vectors=_vectors_of(linears, verdicts, dialect, checkpoint))
     drafts = _drafts_by_shard(checkpoint, linears, units, recipe, scalars.cache)
-    writing = Writing(checkpoint, recipe.target, dialect, form_of(recipe.target))
+    writing = Writing(checkpoint, recipe.target, dialect)
     tasks = [writing.task(shard, own) for shard, own in zip(checkpoint.shards, drafts, strict=True)]
     every = [draft for own in drafts for draft in own]
     has_scalars = any(draft.scalar is not None for draft in every)
@@ -134,7 +140,7 @@ def plan_quantize(
     left_out = list_left_out(linears, outputs)
     homes = {module: linear.home for module, linear in linears.of.items()}
     refuse_forgotten(checkpoint.tensors, tasks, left_out, homes)
-    # What the records say, and what a person should know.
+    # For the records and for people.
     kept, asked = kept_modules(tasks), _asked_for(verdicts, recipe)
     packed = {module: each.form for module, each in verdicts.items() if each.form}
     shapes = {module: verdicts[module].linear.shape for module in packed}
@@ -157,11 +163,13 @@ def plan_quantize(
     )
     idle = (*find_idle(recipe, checkpoint, linears, verdicts), *idle_keep_dtype(recipe, tasks))
     ignored = _ignore(kept, asked, verdicts, recipe)
-    made = (recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe))
-    excluded = len(sift(recipe.exclude, verdicts))
-    added = _added(linears, scalars, every)
     return Plan(
-        *made, idle=idle, excluded=excluded, left_out=left_out, faults=tuple(faults), **added
+        *(recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe)),
+        idle=idle,
+        excluded=len(sift(recipe.exclude, verdicts)),
+        left_out=left_out,
+        faults=tuple(faults),
+        **_added(linears, scalars, every),
     )
 
 
@@ -210,7 +218,7 @@ def _drafts_by_shard(
 
 
 def list_left_out(linears: Linears, outputs: Collection[str]) -> dict[str, str]:
-    """Say of scales beside packed matrices why they do not travel."""
+    """Return scales of packed matrices that are left out, with reasons."""
     idle = [ref for linear in linears.of.values() for ref in linear.idle]
     return {
         ref.name: WRITTEN_ANEW if ref.name in outputs else ENGINE_ONLY
@@ -222,7 +230,6 @@ def _vectors_of(
     linears: Linears, verdicts: Mapping[str, Verdict], dialect: Dialect, checkpoint: Checkpoint
 ) -> dict[str, Linear]:
     """Return vectors that change, with the biases of modules in tiles."""
-
     vectors, table = dict(linears.vectors), dialect.TRAITS.correction
     if table:
         made = [module for module, verdict in verdicts.items() if verdict.is_made]
@@ -234,7 +241,7 @@ def _vectors_of(
 
 
 def _asked_for(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
-    """List modules that are made though a rule would keep them.
+    """List quantized modules that a rule of keep fits.
 
     Records must not ignore these.
     """
@@ -249,9 +256,9 @@ def _asked_for(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
 def _ignore(
     kept: Iterable[str], asked: Iterable[str], verdicts: Mapping[str, Verdict], recipe: Recipe
 ) -> Ignored:
-    """Say which modules records ignore: no pattern fits a quantized one.
+    """Return the modules and patterns that records ignore.
 
-    A pattern of a rule may fit what the rule makes an exception of.
+    No pattern may fit a quantized module, but a rule's pattern may fit an exception of the rule.
     """
     made = recipe.pick_doubtful([module for module in verdicts if verdicts[module].is_made])
     stays = tuple(kept)
@@ -261,9 +268,9 @@ def _ignore(
 def _drafts_of(
     ref: TensorRef, linears: list[Linear], units: Units, recipe: Recipe
 ) -> Iterator[Draft]:
-    """Draft the steps of a stored tensor, which holds those linear layers.
+    """Draft the steps of a stored tensor with one or more linear layers.
 
-    Where all of them stay as they are, it stays whole.
+    The tensor stays whole where all of them stay.
     """
     own = [units.verdicts[linear.module] for linear in linears]
     if not any(
@@ -286,7 +293,7 @@ def _drafts_of(
 
 
 def find_fed(verdicts: Mapping[str, Verdict], recipe: Recipe, dialect: Dialect) -> list[Fed]:
-    """Find modules with a static scale of activations beside weights."""
+    """Find modules with a static input scale beside their weights."""
     table, found = dialect.TRAITS.fp8, []
     groups: dict[str, ScaleGroup] | None = None
     for module, verdict in verdicts.items():
@@ -302,7 +309,7 @@ def find_fed(verdicts: Mapping[str, Verdict], recipe: Recipe, dialect: Dialect) 
 
 
 def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
-    """Return how stacks were read, those of an artifact first."""
+    """Return the rules by which stacks were read, an artifact's first."""
     if all(one.stack is None and one.coding.artifact is None for one in linears.of.values()):
         return ()
     from fp4convert.checkpoint.expert_stacks import rules_read
@@ -313,11 +320,10 @@ def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
 def _change(linear: Linear, ref: TensorRef, recipe: Recipe, reason: str = "") -> Draft:
     """Draft the step of a tensor whose values or order change.
 
-    It keeps its dtype, unless it is put into tiles or --keep-dtype says another.
+    It keeps its dtype unless it is put into tiles, or --keep-dtype names another.
 
-    Raises InputError for a part of a stack that stays, under an adapter
+    Raises  InputError where an adapter changes an expert of a stack that stays
     """
-
     is_folded, text = bool(linear.coding.foldings), linear.coding.change
     dtype = linear.coding.becomes
     if is_folded and not reason:
@@ -342,8 +348,7 @@ def _change(linear: Linear, ref: TensorRef, recipe: Recipe, reason: str = "") ->
 
 
 def _keep(ref: TensorRef, recipe: Recipe) -> Draft:
-    """Draft the step of a tensor that is no linear layer; say why."""
-
+    """Draft the step of a tensor that is no linear layer, with the reason."""
     action: Action = "copy"
     if not ref.name.endswith(WEIGHT):
         reason = "not a linear layer's weight"
@@ -358,7 +363,7 @@ def _keep(ref: TensorRef, recipe: Recipe) -> Draft:
 
 
 def kept_modules(tasks: Iterable[Task]) -> list[str]:
-    """List modules with a matrix or a stack that stays, none four-bit."""
+    """List modules that are not quantized and have a matrix or a stack."""
     kept: set[str] = set()
     made = {""}
     for task in tasks:
@@ -378,10 +383,7 @@ def kept_modules(tasks: Iterable[Task]) -> list[str]:
 def _refuse_lookalikes(
     outputs: Mapping[str, TensorRef], dialect: Dialect, chosen: Collection[str]
 ) -> None:
-    """Raise InputError where a tensor that stays looks four-bit.
-
-    Readers would take it for a part of such a module.
-    """
+    """Raise InputError where a kept tensor looks like a four-bit one."""
     if others := sorted(set(dialect.find(outputs)) - set(chosen)):
         detail = (
             f"{others[0]} is kept, and its tensors have the names and types of four-bit ones in"

@@ -11,7 +11,7 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, whole
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS, Slot
-from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
+from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
 from fp4convert.checkpoint.encodings.floats import find_gguf_blocks
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
@@ -28,8 +28,6 @@ from fp4convert.makers.spelling import Spelling
 from fp4convert.makers.table import maker_of
 from fp4convert.makers.unit import Stem, Unit
 from fp4convert.numerics.formats import dtype_named
-from fp4convert.planning.activation_scales import describe_unit, warn_of_unit
-from fp4convert.planning.completeness import refuse_forgotten
 from fp4convert.planning.kept_dtype import (
     draft_floats,
     expanded_spec,
@@ -37,11 +35,16 @@ from fp4convert.planning.kept_dtype import (
     keep_tensor,
     word_of,
 )
-from fp4convert.planning.notes import note_unread, notes_on
+from fp4convert.planning.notes import (
+    note_eight_bit_scales,
+    note_expanded,
+    note_unit_scales,
+    note_unread,
+    notes_on,
+)
 from fp4convert.planning.plan import Plan, Writing, refuse_collisions
 from fp4convert.planning.quantize_plan import kept_modules, list_left_out, refuse_other_container
-from fp4convert.planning.steps import Draft, Step, Task
-from fp4convert.progress import count_text
+from fp4convert.planning.steps import Draft, Step, Task, refuse_forgotten
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_groups
 from fp4convert.recipes.unread_modules import find_unread_modules
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
@@ -57,13 +60,11 @@ def plan_dequantize(
 ) -> Plan:
     """Plan quantized weights as ordinary ones of bf16, fp16 or fp32.
 
-    A stack in which modules stay in floats of another dtype becomes F32, which holds the values of
-    all.
+    A stack in which modules stay in floats of another dtype becomes F32, which holds all values.
 
-    packed   the linear layers that are quantized, in whatever way, and biases in tiles
-    stacks   of experts, that some of them were, and others that stayed
-    idle     tensors that mean nothing beside ordinary weights; left out, as what linear layers call
-             idle is
+    packed   all quantized linear layers, and biases in tiles
+    stacks   stacks of experts of which some are packed
+    idle     tensors that ordinary weights do not need; left out like idle ones of linear layers
     Raises   InputError for an unknown dtype, or where a restored weight would take the name of
              another tensor
     """
@@ -78,43 +79,34 @@ def plan_dequantize(
             maker = Floats(spec, (linear,), next_step=None, is_on_device=True)
             word, read = linear.coding.word, linear.refs
             step = Step("dequantize", word, linear.module, maker, read, linear.shape)
-            step = step._replace(linears=(linear,))
-            drafts.append(Draft(step, (spec,)))
+            drafts.append(Draft(step._replace(linears=(linear,)), (spec,)))
     unneeded = {ref.name for linear in packed for ref in linear.idle} | set(idle)
     left_out = dict.fromkeys(sorted(unneeded), "ordinary weights need none")
     consumed = unneeded | {ref.name for draft in drafts for ref in draft.step.refs}
     consumed |= {linear.home.name for linear in packed}
     placed = [(draft.step.refs[0].file, draft) for draft in drafts]
     tasks = _module_tasks(Writing(checkpoint, target), placed, consumed)
-    scales = [name for name in left_out if not name.endswith(".weight_shape")]
-    warnings = [f"{len(scales)} scales are left out: ordinary weights need none"] if scales else []
-    stacks_drafted = drafts[: len(stacks)]
-    if wide := [spec.name for _, (spec,), *_ in stacks_drafted if spec.dtype != stored]:
+    warnings: list[str] = []
+    if scales := [name for name in left_out if not name.endswith(".weight_shape")]:
+        warnings.append(f"{len(scales)} scales are left out: ordinary weights need none")
+    if wide := [spec.name for _, (spec,), *_ in drafts[: len(stacks)] if spec.dtype != stored]:
         warnings.append(
             f"{len(wide)} stacks of experts are not {dtype}, the first {wide[0]!r}: matrices"
             " in them were kept in another dtype"
         )
-    typed = [
-        ref.name
-        for ref in checkpoint.tensors
-        if ref.dtype not in DTYPE_BITS and ref.name not in consumed
-    ]
-    if typed:
+    kept = [ref for ref in checkpoint.tensors if ref.name not in consumed]
+    if typed := [ref.name for ref in kept if ref.dtype not in DTYPE_BITS]:
         warnings.append(
             f"{len(typed)} tensors are kept in GGUF's own types, the first {typed[0]!r}"
         )
-    alone = (linear for linear in packed if linear.module not in stacked)
-    homes = {linear.module: linear.home for linear in alone}
+    homes = {linear.module: linear.home for linear in packed if linear.module not in stacked}
     refuse_forgotten(checkpoint.tensors, tasks, left_out, homes)
     notes = (*notes_on(checkpoint), *warnings)
     return Plan(target, tasks, Ignored((), ()), notes, left_out=left_out)
 
 
 def _draft_stack(stack: ExpertStack, stored: str) -> Draft:
-    """Draft the step of a stack, its modules in that dtype.
-
-    The stack is F32 where others stayed in floats of another dtype.
-    """
+    """Draft the step of a stack in a dtype; F32 where its modules differ."""
     dtypes = {
         stored if linear.coding.is_packed else linear.refs[0].dtype for linear in stack.linears
     }
@@ -128,11 +120,10 @@ def _draft_stack(stack: ExpertStack, stored: str) -> Draft:
 
 
 class Stored(NamedTuple):
-    """What stores some modules.
+    """A stored matrix or stack.
 
-    shape of the matrix
-    slots whose rows it holds
-    home  a tensor whose place it takes; the first of its packed codes
+    slots  modules of its rows
+    home   the tensor whose place it takes; the first of its packed codes
     """
 
     shape: tuple[int, ...]
@@ -140,13 +131,13 @@ class Stored(NamedTuple):
     home: TensorRef
 
 
-class Contents(NamedTuple):
-    """What an artifact holds, and what it becomes in another dialect.
+class Transcoding(NamedTuple):
+    """The modules of an artifact, and their forms in another dialect.
 
-    artifact    whose sound four-bit modules `modules` are
-    others      those of eight bits, and of int4
-    forms       of the modules in the result; one that has none becomes floats
-    keep_dtype  that was asked for; the target's may be what the artifact was made with
+    artifact    has the four-bit modules
+    others      modules of eight bits and of int4
+    forms       of the modules in the result; a module without one becomes floats
+    keep_dtype  of --keep-dtype; the target's may be that of the artifact
     """
 
     artifact: Artifact
@@ -161,7 +152,7 @@ class Contents(NamedTuple):
 
 def plan_transcode(
     checkpoint: Checkpoint,
-    contents: Contents,
+    contents: Transcoding,
     target: Target,
     placed: Mapping[str, Stored] | None = None,
     caches: Mapping[str, Draft] | None = None,
@@ -169,9 +160,10 @@ def plan_transcode(
     """Plan the quantized modules of an artifact in another dialect.
 
     Every other tensor stays as it is, or becomes the contents' `keep_dtype`.
+
     checkpoint  the artifact's own, or the one whose other tensors are kept
-    placed      what is stored in that other checkpoint, by stem
-    caches      what becomes of the scales of a cache of keys and values, by their names
+    placed      stem -> its place in that other checkpoint
+    caches      drafts of the scales of a cache of keys and values, by their names
     Raises      InputError for what the dialect cannot hold, or where an output would take the name
                 of another tensor
     """
@@ -180,11 +172,10 @@ def plan_transcode(
     recipe = build_recipe(target._replace(keep_dtype=contents.keep_dtype), checkpoint.config)
     expanded = [_expand(linear, recipe) for linear in _expandable(checkpoint)]
     refuse_other_matrices(checkpoint, contents)
-    if placed is None:
-        placed = _places(contents, dialect)
+    placed = _places(contents, dialect) if placed is None else placed
     _refuse_unfit(placed, contents, dialect, recipe)
     drafts = _drafts_of(placed, contents, dialect, recipe)
-    # What is left out: what stands for modules and their scales, under other names now.
+    # Tensors of modules and scales, which have other names in the result, are left out.
     has_inputs = any(form.has_input_scale for form in contents.forms.values())
     idle = idle_scales(contents.modules, caches, has_inputs)
     unread, unit = _scales_beside([draft for _, draft in drafts], caches)
@@ -192,7 +183,7 @@ def plan_transcode(
     consumed = {stored.home.name for stored in placed.values()} | {*idle, *unread}
     consumed |= {ref.name for _, draft in drafts for ref in draft.step.refs}
     consumed |= {ref.name for one in contents.others.values() for ref in one.idle} - caches.keys()
-    writing = Writing(checkpoint, target, dialect, form_of(target))
+    writing = Writing(checkpoint, target, dialect)
     tasks = _module_tasks(writing, drafts, consumed, recipe, caches)
     left_out = _list_left_out(contents, placed, tasks) | dict.fromkeys(idle, UNSAID)
     left_out |= {name: one.step.reason for name, one in caches.items() if not one.step.refs}
@@ -205,9 +196,9 @@ def plan_transcode(
     patterns = recipe.patterns_to_declare(kept, made)
     warnings = [
         *([f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []),
-        *_notes_beside(unread, unit, str(target.dialect)),
-        *_notes_on_unit_scales(contents),
-        *_notes_on_expanded([draft for _, draft in drafts if draft.step.form is None]),
+        *note_eight_bit_scales(unread, unit, str(target.dialect)),
+        *note_unit_scales(contents.artifact, contents.forms),
+        *note_expanded([draft for _, draft in drafts if draft.step.form is None]),
         *note_unread(eight, contents.forms, recipe, checkpoint.config, dialect.TRAITS),
     ]
     notes, ignored = (*notes_on(checkpoint), *warnings), Ignored(tuple(kept), patterns)
@@ -216,20 +207,19 @@ def plan_transcode(
 
 
 def _list_left_out(
-    contents: Contents, placed: Mapping[str, Stored], tasks: Iterable[Task]
+    contents: Transcoding, placed: Mapping[str, Stored], tasks: Iterable[Task]
 ) -> dict[str, str]:
-    """Say why tensors are replaced, or scales left out."""
+    """Return the tensors that are replaced or left out, with reasons."""
     ours = {ref.name for packed in contents.modules.values() for ref in packed.refs}
     ours |= {ref.name for linear in contents.others.values() for ref in linear.refs}
     homes = {stored.home.name for stored in placed.values()} - ours
-    beside = list_left_out(
-        Linears(contents.others), {ref.name for task in tasks for ref in task.outputs}
-    )
-    return dict.fromkeys(homes, "a quantized module of the artifact takes its place") | beside
+    outputs = {ref.name for task in tasks for ref in task.outputs}
+    replaced = dict.fromkeys(homes, "a quantized module of the artifact takes its place")
+    return replaced | list_left_out(Linears(contents.others), outputs)
 
 
-def _places(contents: Contents, dialect: Dialect) -> dict[str, Stored]:
-    """Find the places of all modules where the first of each stem is now."""
+def _places(contents: Transcoding, dialect: Dialect) -> dict[str, Stored]:
+    """Return the place of each stem: that of its first module."""
     placed = {}
     shapes = {module: packed.shape for module, packed in contents.modules.items()}
     for stem, shape in dialect.stems(shapes).items():
@@ -241,12 +231,9 @@ def _places(contents: Contents, dialect: Dialect) -> dict[str, Stored]:
 
 
 def _drafts_of(
-    placed: Mapping[str, Stored],
-    contents: Contents,
-    dialect: Dialect,
-    recipe: Recipe,
+    placed: Mapping[str, Stored], contents: Transcoding, dialect: Dialect, recipe: Recipe
 ) -> list[tuple[str, Draft]]:
-    """Draft the step of every place, beside the file that it is in."""
+    """Draft the step of every place, with the name of its file."""
     others, forms = contents.others, contents.forms
     linears = find_fp4(contents.artifact)
     makers = _makers_of(placed, contents, linears, recipe)
@@ -260,8 +247,8 @@ def _drafts_of(
             own = tuple([linears[member] for member in members])
             refs = tuple(dict.fromkeys(ref for one in own for ref in one.refs))
             step = Step("transcode", "four-bit", stem, makers[stem], refs, stored.shape, form)
-            step = step._replace(linears=own)
-            draft = Draft(step, dialect.outputs(stem, stored.shape, forms[members[0]]))
+            specs = dialect.outputs(stem, stored.shape, forms[members[0]])
+            draft = Draft(step._replace(linears=own), specs)
         drafts.append((stored.home.file, draft))
     return drafts
 
@@ -280,17 +267,20 @@ def _draft_other(
         reason = f"{word} becomes {word_of(spec.dtype)}"
         step = Step("dequantize", reason, stem, maker, refs, stored.shape, linears=own)
         return Draft(step, (spec,))
-    unit_stem = Stem(stem, stored.shape, stored.slots)
+    dialect = dialect_to_write(recipe.target)
+    table = dialect.TRAITS.fp8
+    lacks_input = table and table.has_input_scale(form) and input_scale_of(linears[0]) is None
+    unit_stem = Stem(stem, stored.shape, stored.slots, (1.0,) if lacks_input else ())
     by_module = {linear.module: linear for linear in linears}
     maker = maker_of(Unit((unit_stem,), by_module, own, "transcode", form, recipe.target))
     reason = f"{word}: the same codes and scales"
     step = Step("transcode", reason, stem, maker, refs, stored.shape, form, linears=own)
-    return Draft(step, dialect_to_write(recipe.target).outputs(stem, stored.shape, form))
+    return Draft(step, dialect.outputs(stem, stored.shape, form))
 
 
 def _makers_of(
     placed: Mapping[str, Stored],
-    contents: Contents,
+    contents: Transcoding,
     linears: Mapping[str, Linear],
     recipe: Recipe,
 ) -> dict[str, Maker]:
@@ -327,10 +317,7 @@ def _makers_of(
 
 
 def _scales_beside(drafts: Sequence[Draft], caches: Collection[str]) -> tuple[list[str], list[str]]:
-    """List scales of activations without a place, and modules without one.
-
-    All of modules of eight bits.
-    """
+    """List input scales without a place, and FP8 modules without a scale."""
     unread, unit = [], []
     for step, specs, *_ in drafts:
         names = {spec.name for spec in specs}
@@ -342,35 +329,10 @@ def _scales_beside(drafts: Sequence[Draft], caches: Collection[str]) -> tuple[li
     return unread, unit
 
 
-def _notes_beside(unread: Sequence[str], unit: Sequence[str], dialect: str) -> Iterable[str]:
-    if unread:
-        why = f"dialect {dialect} has no name for them, and its engines measure activations anew"
-        yield f"{len(unread)} scales of activations are left out, the first {unread[0]!r}: {why}"
-    if unit:
-        yield (
-            f"{count_text(len(unit), 'FP8 module')} without a scale of activations, the first"
-            f" {unit[0]!r}; dialect {dialect} wants one: it is 1.0, {describe_unit(is_fp4=False)};"
-            " for measured ones quantize the original again with --calibration FILE (fp4convert"
-            " calibrate)"
-        )
-
-
-def _notes_on_unit_scales(contents: Contents) -> Iterable[str]:
-    """Warn of input scales of 1 that four-bit modules keep."""
-    modules = [
-        module
-        for module in contents.modules
-        if (form := contents.forms.get(module)) and form.has_input_scale
-        if contents.artifact.input_scale(module) == 1.0
-    ]
-    if modules:
-        yield warn_of_unit(modules, True, "as in the artifact")
-
-
 def _expandable(checkpoint: Checkpoint) -> Iterable[Linear]:
-    """Find matrices of llama.cpp's own types, and integers of MLX.
+    """Find matrices of llama.cpp's types and MLX's integers.
 
-    Where they are read as safetensors, no other dialect has a place for them.
+    No dialect has a place for them.
     """
     apart = {
         ref.name: ref
@@ -383,29 +345,14 @@ def _expandable(checkpoint: Checkpoint) -> Iterable[Linear]:
 
 
 def _expand(linear: Linear, recipe: Recipe) -> Draft:
-    """Make the step of a matrix that becomes floats."""
+    """Draft the step of a matrix that becomes floats."""
     spec = expanded_spec(linear.module + WEIGHT, linear.shape, recipe)
     reason = f"{linear.coding.word} becomes {word_of(spec.dtype)}"
     return draft_floats("dequantize", reason, linear, spec)
 
 
-def _notes_on_expanded(drafts: Sequence[Draft]) -> Iterable[str]:
-    """Say which matrices become floats, once for each kind."""
-    found: dict[tuple[str, str], list[Linear]] = defaultdict(list)
-    for draft in drafts:
-        dtype = word_of(draft.specs[0].dtype)
-        for linear in draft.step.linears:
-            found[linear.coding.word, dtype].append(linear)
-    for (word, dtype), linears in found.items():
-        what = f"{len(linears)} matrices become {dtype}, the first {linears[0].name!r}"
-        yield f"{what}: the dialect has no {word}"
-
-
-def refuse_other_matrices(checkpoint: Checkpoint, contents: Contents) -> None:
-    """Raise InputError for matrices quantized in another way.
-
-    The result's records would not tell of them.
-    """
+def refuse_other_matrices(checkpoint: Checkpoint, contents: Transcoding) -> None:
+    """Raise InputError for matrices that no record could describe."""
     known = {
         ref.name
         for packed in contents.modules.values()
@@ -427,9 +374,9 @@ def refuse_other_matrices(checkpoint: Checkpoint, contents: Contents) -> None:
 
 
 def _refuse_unfit(
-    placed: Mapping[str, Stored], contents: Contents, dialect: Dialect, recipe: Recipe
+    placed: Mapping[str, Stored], contents: Transcoding, dialect: Dialect, recipe: Recipe
 ) -> None:
-    """Raise InputError for four-bit modules that have no place."""
+    """Raise InputError for four-bit modules without a place."""
     for stem, stored in placed.items():
         form = contents.forms.get(stored.slots[0][0].module)
         rows, columns = stored.shape[-2:]
@@ -437,8 +384,8 @@ def _refuse_unfit(
             detail = f"{stem} has {reason}; dialect {recipe.target.dialect} has no place for it"
             raise InputError("dialect-shape", detail, tensor=stem)
     shapes = {module: packed.shape for module, packed in contents.modules.items()}
-    holds = dialect.TRAITS.holds_embeddings
     formats = {module: packed.form.format for module, packed in contents.modules.items()}
+    holds = dialect.TRAITS.holds_embeddings
     for module, _, what in find_unread_modules(shapes, formats, recipe, {}, holds):
         raise InputError("dialect-module", f"{module} is {what}", tensor=module)
 
@@ -450,10 +397,10 @@ def _module_tasks(
     recipe: Recipe | None = None,
     caches: Mapping[str, Draft] | None = None,
 ) -> tuple[Task, ...]:
-    """Lay out steps, each in its shard; copy tensors not consumed.
+    """Lay out drafts in their shards; copy tensors that are not consumed.
 
-    recipe  whose dtype matrices that stay get; None: their own
-    caches  what becomes of the scales of a cache, by their names
+    recipe  has the dtype of matrices that stay; None: their own
+    caches  drafts of the scales of a cache, by their names
     """
     at: dict[str, list[Draft]] = defaultdict(list)
     for file, draft in placed:

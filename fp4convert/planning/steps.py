@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.errors import InputError
 from fp4convert.makers.maker import Maker
 from fp4convert.storage.safetensors import Frame, TensorRef, TensorSpec, total_nbytes
 
@@ -31,13 +35,17 @@ Action = Literal[
 ]
 
 
+ENGINE_ONLY = "only the engine of the source has a use for it"
+WRITTEN_ANEW = "written anew: the result has one of that name"
+
+
 class Step(NamedTuple):
     """What becomes of one tensor, or of one module: a line of the plan.
 
-    action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as
-             it is; fold: it keeps its dtype, multiplied or divided by the factors of a fold;
-             merge: it keeps its dtype, and an adapter changes it; reorder: a bias, put into the
-             order of tiles or out of it; prune: parts of it stay; write: a scalar
+    action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays;
+             fold: it keeps its dtype, multiplied or divided by the factors of a fold; merge: it
+             keeps its dtype, and an adapter changes it; reorder: a bias, put into the order of
+             tiles or out of it; prune: parts of it stay; write: a scalar
     module   names the outputs: a module, or a stem of the dialect that holds several
     maker    makes the bytes; members of a scale group in one shard share it
     refs     the tensors that the values come from; none for a scalar
@@ -61,13 +69,10 @@ class Step(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name it as a person looks for it.
-
-        By its tensor, or by the module where the tensor holds others too.
-        """
-        return (
-            self.linears[0].name if len(self.linears) == 1 else (*self.refs, *self.outputs)[0].name
-        )
+        """Return the name of its one linear layer, else of its first tensor."""
+        if len(self.linears) == 1:
+            return self.linears[0].name
+        return (*self.refs, *self.outputs)[0].name
 
     @property
     def source_bytes(self) -> int:
@@ -79,20 +84,20 @@ class Step(NamedTuple):
 
     @property
     def is_made(self) -> bool:
-        """Tell whether the result is no ordinary tensor."""
+        """Tell whether the result is quantized."""
         return self.form is not None
 
     @property
     def format(self) -> str:
-        """Name the format in the result; "" for an ordinary tensor."""
+        """Return the name of the format in the result; "" for an ordinary tensor."""
         return self.form.format.name if self.form else ""
 
 
 class Draft(NamedTuple):
-    """A step without a place, and the tensors that it is to write.
+    """A step whose outputs have no place yet, and the tensors that it writes.
 
     scalar  a float32 that no tensor of the source holds: an input scale, or a scale of a cache
-    amaxes  of its linear layers, where their global scales are given
+    amaxes  of its linear layers, where a file gives their global scales
     """
 
     step: Step
@@ -105,17 +110,17 @@ class Draft(NamedTuple):
         return self.step.name if self.step.linears or self.step.refs else self.specs[0].name
 
 
-class Work(NamedTuple):
-    """A maker, and the steps that it makes."""
+class MakerSteps(NamedTuple):
+    """A maker and the steps whose outputs it writes."""
 
     maker: Maker
     steps: list[Step]
 
 
 class Shard(NamedTuple):
-    """A file to be written: its size, its tensors, and what makes its header.
+    """A file of the result: its size, its tensors and its header's parts.
 
-    notes  what engines want to read in the file itself
+    notes  entries of the header that engines read
     """
 
     file: str
@@ -126,7 +131,7 @@ class Shard(NamedTuple):
 
     @property
     def header(self) -> bytes:
-        """Make the bytes before the tensors: all of them would fill a plan."""
+        """Lay out the header anew: all headers would fill a plan's memory."""
         specs = [TensorSpec(ref.name, ref.dtype, ref.shape) for ref in self.outputs]
         return self.frame.lay_out(self.file, specs, self.notes)[0]
 
@@ -135,10 +140,10 @@ class Shard(NamedTuple):
 class Task:
     """One input shard becomes an output shard of the same name.
 
-    And a second where scales stand apart; no task needs another.
+    A dialect whose scales stand apart adds a second output shard. No task depends on another.
+
     sources  the shards that are read
-    promise  what the bytes depend on beside shards and steps: target, and what changes when a
-             shard that is read may have
+    promise  other things that the bytes depend on: the target, and the stamps of these shards
     """
 
     sources: tuple[str, ...]
@@ -169,32 +174,29 @@ class Task:
 
     @property
     def home(self) -> str | None:
-        """Name the source's shard that becomes this one, if one does."""
+        """Return the source's shard that becomes this one; None without one."""
         return next((ref.file for step in self.steps for ref in step.refs), None)
 
     @property
-    def works(self) -> list[Work]:
-        """List the makers, each with its steps."""
-        found: dict[int, Work] = {}
-        for step in self.steps:
-            found.setdefault(id(step.maker), Work(step.maker, [])).steps.append(step)
-        return list(found.values())
+    def works(self) -> list[MakerSteps]:
+        """List the makers with their steps."""
+        return by_maker(self.steps)
 
     @property
-    def by_home(self) -> dict[str | None, list[Work]]:
-        """Sort the makers by the shard that they read first."""
-        found: dict[str | None, list[Work]] = {}
+    def by_home(self) -> dict[str | None, list[MakerSteps]]:
+        """Return the makers by the shard that they read first."""
+        homes: dict[str | None, list[MakerSteps]] = defaultdict(list)
         for work in self.works:
             refs = work.steps[0].refs
-            found.setdefault(refs[0].file if refs else self.home, []).append(work)
-        return found
+            homes[refs[0].file if refs else self.home].append(work)
+        return homes
 
     @property
     def borrowed(self) -> set[str]:
-        """Name the other shards whose bytes go into this one.
+        """Return the names of other shards whose bytes go into this one.
 
-        Not those that are read for scales alone: all that have members of a scale group must find
-        the same.
+        Shards that are read for scales alone are no part of it: every shard with members of a scale
+        group measures the same amax.
         """
         files = {ref.file for work in self.works for ref in work.maker.reads}
         return files - {str(self.home)}
@@ -205,10 +207,73 @@ class Task:
         return [ref for shard in self.shards for ref in shard.outputs]
 
 
+def by_maker(steps: Iterable[Step]) -> list[MakerSteps]:
+    """Return the makers of steps, each with its own steps."""
+    works: dict[int, MakerSteps] = {}
+    for step in steps:
+        works.setdefault(id(step.maker), MakerSteps(step.maker, [])).steps.append(step)
+    return list(works.values())
+
+
 def spec_of(ref: TensorRef) -> TensorSpec:
-    """Return what writes a tensor as it is."""
+    """Return the spec of an unchanged tensor."""
     return TensorSpec(ref.name, ref.dtype, ref.shape)
 
 
 def module_of(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def refuse_forgotten(
+    tensors: Iterable[TensorRef],
+    tasks: Iterable[Task],
+    left_out: Mapping[str, str],
+    homes: Mapping[str, TensorRef],
+) -> None:
+    """Check that each tensor is read by a step, or left out for a reason.
+
+    A stack of experts that is read in parts must be read whole, and a step must read each of its
+    modules, because several modules may lie in the same bytes.
+
+    tensors   of the source; of a tensor that is cut, the parts that stay
+    left_out  reasons, by the name of the tensor
+    homes     linear layer -> the tensor that holds it
+    Raises    InputError that names the first, and counts them
+    """
+    steps = [step for task in tasks for step in task.steps]
+    read = [ref for step in steps for ref in step.refs]
+    named = {ref.name for ref in read}
+    unnamed = [ref for ref in tensors if ref.name not in named and not left_out.get(ref.name)]
+    forgotten = {ref.name: ref for ref in _find_unread(unnamed, read)} if unnamed else {}
+    modules = {linear.module for step in steps for linear in step.linears}
+    if missing := homes.keys() - modules:
+        written = {ref.name for step in steps for ref in step.outputs}
+        lost = [name for name in homes if name in missing and homes[name].name not in written]
+        forgotten |= {name: homes[name] for name in lost}
+    if forgotten:
+        name, ref = next(iter(forgotten.items()))
+        detail = (
+            f"{ref.file}: {name!r} ({ref.dtype} {list(ref.shape)}) would be in no output and in no"
+            f" list of what is left out, one of {len(forgotten)} such; expected a place or a reason"
+            " for every tensor and linear layer of the source"
+        )
+        raise InputError("tensor-forgotten", detail, tensor=name)
+
+
+def _find_unread(tensors: Iterable[TensorRef], read: Iterable[TensorRef]) -> list[TensorRef]:
+    """Find tensors with bytes outside the parts that are read."""
+    parts: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for ref in read:
+        parts[ref.file].append((ref.start, ref.start + ref.nbytes))
+    for spans in parts.values():
+        spans.sort()
+    found = []
+    for ref in tensors:
+        spans, at, end = parts[ref.file], ref.start, ref.start + ref.nbytes
+        for first, last in spans[bisect_left(spans, (at, at)) :]:
+            if first > at or at >= end:
+                break
+            at = max(at, last)
+        if at < end or not ref.nbytes:
+            found.append(ref)
+    return found

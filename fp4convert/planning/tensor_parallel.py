@@ -1,4 +1,4 @@
-"""Find what ranks of tensor parallelism cannot divide; mend it by zeros.
+"""Find layers that tensor parallelism cannot divide; pad them with zeros.
 
 An engine gives each of N GPUs (ranks) as many rows of q, k, v, gate and up, and as many columns of
 o and down, in whole blocks.  Zeros change nothing that a model computes: a row of zeros in gate and
@@ -18,7 +18,7 @@ from fp4convert.checkpoint.record import PADDING
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.plan import Plan
-from fp4convert.recipes.recipe import STACK_DIMENSIONS, is_expert_stack
+from fp4convert.recipes.rules import STACK_DIMENSIONS, is_expert_stack
 from fp4convert.recipes.uneven_formats import EXPERTS
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
@@ -55,9 +55,9 @@ HEAD_NORMS, POSITIONS = ("q_norm", "k_norm"), "rotary_emb"  # each head has its 
 
 
 def find_bad_splits(plan: Plan, ranks: tuple[int, ...] = RANKS) -> Iterator[tuple[str, list[int]]]:
-    """Find kinds of layers that some number of ranks cannot divide.
+    """Find kinds of layers that some numbers of ranks cannot divide.
 
-    Returns  a sentence on each, and those numbers
+    Returns  a sentence on each kind, and these numbers
     """
     kinds: dict[tuple[str, int, int], list[str]] = defaultdict(list)
     for step in plan.steps:
@@ -83,10 +83,7 @@ def find_bad_splits(plan: Plan, ranks: tuple[int, ...] = RANKS) -> Iterator[tupl
 
 
 class _Sizes(NamedTuple):
-    """What config.json says of a model's sizes, and what becomes of it.
-
-    changed  keys and their new numbers
-    """
+    """The sizes in config.json, and the changed ones by key."""
 
     config: Mapping[str, object]
     changed: dict[str, int]
@@ -102,8 +99,8 @@ class _Sizes(NamedTuple):
 def pad_for_ranks(source: Source, ranks: int, block_size: int) -> PaddedSource:
     """Add zeros to a source so that every rank gets whole blocks.
 
-    Raises  InputError for a family, a tensor or a number for which nobody has shown that zeros
-            change nothing; and where everything divides as it is
+    Raises  InputError for a family, tensor or number for which nobody has shown that zeros change
+            nothing, and where everything divides without them
     """
     checkpoint = source.checkpoint
     family = str(checkpoint.config.get("model_type"))
@@ -147,7 +144,7 @@ def _pad_mlps(
 ) -> dict[str, tuple[int, ...]]:
     """Return new shapes of gates, ups and downs; note the keys that change.
 
-    unit  what their size has to be a multiple of
+    unit  their size becomes a multiple of it
     """
     shapes = {}
     for name, ref in tensors.items():
@@ -173,7 +170,7 @@ def _pad_mlps(
 
 
 def _key_of(parent: str, family: str) -> str:
-    """Return the key of config.json that has the size of an MLP."""
+    """Return the key of config.json with the size of an MLP."""
     if EXPERTS in f"{parent}.":
         return FAMILIES[family][0] or "intermediate_size"
     return "shared_expert_intermediate_size" if "shared_expert" in parent else "intermediate_size"
@@ -184,7 +181,8 @@ def _pad_heads(
 ) -> dict[str, tuple[int, ...]]:
     """Return new shapes of q, k, v and o; note the numbers of heads.
 
-    A head of keys and values takes its queries' heads with it: each serves as many as before.
+    Each head of keys and values serves as many heads of queries as before.
+
     split  ranks, and the size of a block
     """
     (ranks, block), config = split, sizes.config
@@ -234,9 +232,9 @@ def _pad_heads(
 def _pad_attention(
     leaf: str, ref: TensorRef, old: tuple[int, int, int], new: tuple[int, int, int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the new shape of a tensor of an attention, where it has one.
+    """Return {name: new shape} of an attention's tensor, or {}.
 
-    leaf      the module of the attention that it is of
+    leaf      last part of the module's name
     old, new  rows of q, of k and v, and of one head
     """
     sizes = dict.fromkeys((*QUERIES, *ANSWERS), 0) | dict.fromkeys(KEYS_VALUES, 1)
@@ -252,14 +250,14 @@ def _pad_attention(
 
 
 def refuse_bad_splits(plan: Plan, ranks: int) -> None:
-    """Raise InputError where ranks cannot divide a plan with zeros either."""
+    """Raise InputError where ranks cannot divide a padded plan either."""
     if lines := [line for line, _ in find_bad_splits(plan, (ranks,))]:
         detail = f"{OPTION} {ranks} does not mend all: {lines[0]}"
         raise InputError("pad-tensor", f"{detail}; expected layers that zeros can make divisible")
 
 
 def can_pad(source: Source, ranks: int, block_size: int) -> bool:
-    """Tell whether zeros make a source divisible, as far as it tells."""
+    """Return whether zeros make a source divisible."""
     try:
         pad_for_ranks(source, ranks, block_size)
     except InputError:
@@ -268,10 +266,10 @@ def can_pad(source: Source, ranks: int, block_size: int) -> bool:
 
 
 def pad_as_recorded(record: Mapping[str, object], source: Source) -> Source:
-    """Add the zeros to a source that our record of an artifact tells of.
+    """Add the zeros to a source that an artifact's record lists.
 
-    The source itself where it tells of none, or has all sizes that the record names.
-    Raises  InputError for a record that is none, and a source that does not become what it tells
+    Returns  the source itself where the record lists none, or the source has the recorded sizes
+    Raises   InputError for a malformed record, and a source that gets other sizes
     """
     config = source.checkpoint.config
     match record.get(PADDING):

@@ -1,14 +1,14 @@
-"""Gather modules that are made together, and draft their steps.
+"""Gather modules into units, and draft their steps.
 
-A unit is what one maker makes: the members of a scale group that lie in one shard, or a matrix of
-the dialect that holds several modules.
+A unit is written by one maker: the members of a scale group in one shard, or a matrix of the
+dialect that holds several modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fp4convert.checkpoint.dialects.base import Dialect, whole
 from fp4convert.checkpoint.encodings.base import Linear
@@ -22,27 +22,24 @@ if TYPE_CHECKING:
     from fp4convert.makers.maker import Maker
 
 
-class Given(NamedTuple):
-    """Numbers that stand beside weights, by module.
-
-    inputs  multipliers of activations
-    amaxes  of global scales that a file gives
-    """
-
-    inputs: Mapping[str, float] = {}
-    amaxes: Mapping[str, float] = {}
-
-
 class Units:
-    """Drafts the steps of modules that are made.
+    """Drafts the steps of modules that are quantized in the result.
 
+    inputs  multipliers of activations, by module
+    amaxes  of global scales that a file gives, by module
     shapes  of every matrix or stack that is written, by its stem
     """
 
     def __init__(
-        self, verdicts: Mapping[str, Verdict], dialect: Dialect, target: Target, given: Given
+        self,
+        verdicts: Mapping[str, Verdict],
+        dialect: Dialect,
+        target: Target,
+        inputs: Mapping[str, float],
+        amaxes: Mapping[str, float],
     ) -> None:
-        self.verdicts, self._dialect, self._target, self._given = verdicts, dialect, target, given
+        self.verdicts, self._dialect = verdicts, dialect
+        self._target, self._amaxes = target, amaxes
         made = {module: verdict for module, verdict in verdicts.items() if verdict.is_made}
         sizes = {module: verdict.linear.shape for module, verdict in made.items()}
         self.shapes = dialect.stems(sizes)
@@ -58,20 +55,20 @@ class Units:
             for group, members in self._members.items()
             if len(members) > 1
         }
-        # Stems by the module in whose place they stand, and what stands beside them in one shard.
+        # Stems by the module whose place they take, and the stems of each unit.
         self._stems: dict[str, Stem] = {}
         self._beside: dict[object, list[Stem]] = {}
         for name, shape in self.shapes.items():
             slots = whole(name, shape) if name in sizes else dialect.slots(name, shape)
             modules = list(dict.fromkeys([rows.module for slot in slots for rows in slot]))
-            inputs = [given.inputs[module] for module in modules if module in given.inputs]
-            stem = Stem(name, shape, slots, (max(inputs),) if inputs else ())
+            scales = [inputs[module] for module in modules if module in inputs]
+            stem = Stem(name, shape, slots, (max(scales),) if scales else ())
             self._stems[modules[0]] = stem
             self._beside.setdefault(self._key(stem, modules[0]), []).append(stem)
         self._makers: dict[object, Maker] = {}
 
     def draft(self, module: str) -> Iterator[Draft]:
-        """Draft the step of the stem that stands in a module's place, if one does."""
+        """Draft the step of the stem that takes a module's place, if any."""
         stem = self._stems.get(module)
         if stem is None:
             return
@@ -95,21 +92,22 @@ class Units:
             self._labels.get(verdict.group) if verdict.group else None,
             linears,
         )
-        amaxes = [self._given.amaxes[one] for one in modules if one in self._given.amaxes]
+        amaxes = [self._amaxes[one] for one in modules if one in self._amaxes]
         specs = self._dialect.outputs(stem.name, stem.shape, verdict.form)
         yield Draft(step, specs, next(iter(stem.input_scales), None), tuple(amaxes))
 
     def _key(self, stem: Stem, module: str) -> object:
-        """Return the same for stems that one maker makes."""
+        """Return the key of a stem's unit."""
         verdict = self.verdicts[module]
         if stem.name != module or verdict.group is None:
             return stem.name
-        return verdict.group, verdict.linear.home.file, id(verdict.form), verdict.action
+        format_name = verdict.form.format.name if verdict.form else ""
+        return verdict.group, verdict.linear.home.file, format_name, verdict.action
 
     def _unit(self, stems: tuple[Stem, ...], verdict: Verdict) -> Unit:
         modules = dict.fromkeys([one for stem in stems for slot in stem.members for one in slot])
         linears = {module: self._linears[module] for module in modules}
-        group, amaxes = verdict.group, self._given.amaxes
+        group = verdict.group
         measured = self._members[group] if group else tuple(linears.values())
         if verdict.form is None:
             raise RuntimeError(f"{stems[0].name} stays")
@@ -121,7 +119,7 @@ class Units:
             verdict.form,
             self._target,
             self._labels.get(group) if group else None,
-            amaxes.get(next(iter(modules))),
+            self._amaxes.get(next(iter(modules))),
         )
 
     def _laid_over(self, verdict: Verdict) -> Linear:

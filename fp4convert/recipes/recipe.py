@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.numerics.formats import IMPORTANCE, NVFP4, Format, check_rule, format_named
@@ -18,15 +18,7 @@ from fp4convert.recipes.options import (
     RecipeOptions,
     as_globs,
 )
-from fp4convert.recipes.patterns import (
-    compiled,
-    configs_in,
-    expand_all,
-    integer_of,
-    matches,
-    matches_any,
-    sift,
-)
+from fp4convert.recipes.patterns import compiled, configs_in, expand_all, matches, matches_any, sift
 from fp4convert.recipes.rules import (
     ExpertsRule,
     FoldRule,
@@ -35,6 +27,7 @@ from fp4convert.recipes.rules import (
     OnlyRule,
     Patterns,
     StackRule,
+    unnamed_stack,
 )
 from fp4convert.recipes.toml_files import (
     ANY_FORMAT,
@@ -44,24 +37,21 @@ from fp4convert.recipes.toml_files import (
     families_of,
     known_file,
 )
-from fp4convert.storage.safetensors import WEIGHT
 
-FUSED = {  # last parts of names: a gate and an up projection in one tensor
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "w13": ("w1", "w3"),
-    "w13_weight": ("w1", "w3"),
+PATTERN_FIELDS = {  # by the table of a RecipeFile: fields of its rules that may hold ranges
+    "keep": ("patterns", "unless"),
+    "only": ("patterns",),
+    "stacks": ("tensors",),
+    "formats": ("patterns",),
+    "experts": ("rows", "columns"),
 }
-EXPERT_WORDS = ("expert", ".moe.", "_moe.")
-# Endings of names of tensors beside a stack, with a value for each expert.
-BESIDE_STACKS = ("_scale", "_scales", "_scale_inv", "_bias", ".bias")
-STACK_DIMENSIONS = 3
 PREDICTION = "prediction"  # the kind of rules on layers that draft tokens
 
 
 class ScaleGroup(NamedTuple):
-    """Sibling modules that engines multiply as one matrix.
+    """Sibling modules that engines multiply as one matrix, under one amax.
 
-    They share one amax; members are the names below one parent.
+    members  last parts of their names
     """
 
     parent: str
@@ -73,17 +63,15 @@ class ScaleGroup(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The target of a conversion: format, dialect, rule and method.
-
-    Without dialect and rule the result is dequantized or pruned.
+    """The target of a conversion; only a quantized one has a dialect.
 
     format          name of a format or a float type, or "pruned"
     scale_layout    None: that of the dialect
     has_unit_scale  the global scale is 1 for all weights: engines read no other
     via             "fp8" where weights are rounded to FP8 first
-    method          one of METHODS; None where no weight is rounded, or nobody knows
+    method          one of METHODS; None where no weight is rounded, or it is unknown
     calibration     sha256 of the statistics for rounding
-    keep_dtype      type of float32 matrices that stay, but for routers; None leaves them alone
+    keep_dtype      type of float32 matrices that stay, except routers; None: they keep theirs
     adapter         hash of the files and the scale of a merged adapter
     damping         of gptq: the share of H's mean diagonal that is added to it
     passes          of gptq: passes over codes and block scales afterwards
@@ -107,7 +95,7 @@ class Target(NamedTuple):
     def rule_for(self, fmt: Format) -> str:
         """Return the scale rule of modules of a format.
 
-        The rule of the target applies to its own format, and to formats that have it too.
+        The target's rule is for its own format; `importance` is for every format that has it.
         """
         is_known = self.scale_rule == IMPORTANCE and IMPORTANCE in fmt.scale_rules
         applies = fmt.name == self.format or is_known
@@ -116,20 +104,16 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The target, and rules for modules that stay, share scales or are stacks.
+    """The target and the rules for modules; the first rule that fits counts.
 
     kept_patterns  patterns of all rules of keep
     only_patterns  patterns of all rules of only
-    formats        the first rule that fits a module counts
-    stacks         the first rule that fits a tensor counts
     may_lack       members of groups that some layers of the model lack
     folds          modules that scales of columns may be moved to; rules may share a module
     options        choices on the command line
-    keeps_packed   packed modules that stay are not turned into bf16
-    asked          patterns of a user's file, by table; one of each set has to match a module
-    experts        the first rule counts
-    draft          a word of DRAFTS: the choice of engines for layers that draft tokens; "" where
-                   no file has one
+    keeps_packed   packed modules that stay do not become bf16
+    asked          patterns of a user's file, by table; one of each set must match a module
+    draft          a word of DRAFTS: the choice of engines for layers that draft tokens; "": none
     asked_draft    the choice on the command line
     drafts         modules of such layers that are treated as the body's
     """
@@ -164,15 +148,13 @@ class Recipe:
     def reason_to_keep(self, module: str, shape: tuple[int, ...] = ()) -> str | None:
         """Return why a module stays; None where it is quantized.
 
-        Without its shape, rules that are for some sizes do not count.
-
-        --exclude goes before --include before [[format]] before [[keep]] before [[only]]; a
-        [[format]] that names the module leaves only what engines do not read in fewer bits.
+        --exclude goes before --include before [[format]] before [[keep]] before [[only]]; beside a
+        [[format]] that names the module only rules count that are not for accuracy. Rules for some
+        sizes need the shape.
         """
         if matches_any(self.exclude, module):
-            return next(
-                f"excluded by {pattern!r}" for pattern in self.exclude if matches(pattern, module)
-            )
+            pattern = next(pattern for pattern in self.exclude if matches(pattern, module))
+            return f"excluded by {pattern!r}"
         if matches_any(self.include, module):
             return None
         override = self.override(module)
@@ -185,9 +167,9 @@ class Recipe:
         return None
 
     def pick_doubtful(self, modules: Collection[str]) -> set[str]:
-        """Pick modules that `reason_to_keep` may keep: too many, never too few.
+        """Pick the modules that `reason_to_keep` may keep; too many do no harm.
 
-        Every pattern of `reason_to_keep` belongs here: the other modules are not examined again.
+        Every pattern of `reason_to_keep` belongs here: other modules are not examined.
         """
         if self.only_patterns:
             return set(modules)
@@ -210,11 +192,8 @@ class Recipe:
         }
 
     def pick_asked_for(self, modules: Collection[str]) -> set[str]:
-        """Pick the modules that --include or a [[format]] names, and draft layers.
-
-        They may become four-bit although a rule of keep fits them.
-        """
-        named = (pattern for rule in self.formats for pattern in rule.patterns)
+        """Pick modules that become four-bit although a rule of keep may fit them."""
+        named = [pattern for rule in self.formats for pattern in rule.patterns]
         return {*sift((*self.include, *named), modules), *self.drafts.intersection(modules)}
 
     def is_draft(self, module: str) -> bool:
@@ -223,7 +202,7 @@ class Recipe:
 
     @property
     def takes_drafts(self) -> bool:
-        """Return whether draft layers are treated as layers of the body."""
+        """Return whether draft layers are treated as the body's layers."""
         return (self.asked_draft or self.draft) == SAME
 
     def kind_of(self, module: str) -> str:
@@ -240,39 +219,13 @@ class Recipe:
     def stack_rule(self, tensor: str, shape: tuple[int, ...] = ()) -> StackRule | None:
         """Return how a tensor stacks the matrices of experts; None if unknown.
 
-        --stack-order and --stack-rows win over a recipe, and settle tensors that no recipe names.
-
-        shape   (experts, ...); with config.json it decides for models with both orders
-        Raises  InputError where the shape does not decide, and no stack_order is chosen
+        shape  (experts, ...); with config.json it decides for models with both orders
         """
         order, rows = self.options.stack_order, self.options.stack_rows
-        rule = next((rule for rule in self.stacks if matches_any(rule.tensors, tensor)), None)
-        if rule is None:
-            leaf = tensor.removesuffix(WEIGHT).rpartition(".")[2]
-            if not is_expert_stack(tensor, shape) or order is None:
-                return None
-            if leaf in FUSED and rows is None:
-                return None
-            members = FUSED.get(leaf, (leaf,))
-            is_interleaved = rows == "interleaved" and leaf in FUSED
-            return StackRule((tensor,), members, order == "in_out", is_interleaved)
-
-        # --stack-order, or the order in which the shape has the inputs of config.json.
-        if order is not None:
-            rule = rule._replace(is_transposed=order == "in_out")
-        elif rule.inputs is not None and shape:
-            axes = range(1, min(len(shape), STACK_DIMENSIONS))
-            fitting = [axis for axis in axes if shape[axis] == rule.inputs]
-            if len(fitting) != 1:
-                detail = (
-                    f"{tensor} is {list(shape)}, and {rule.inputs_key} is {rule.inputs}, "
-                    "which does not show which axis is inputs"
-                )
-                next_step = f"Say --stack-order {' or '.join(STACK_ORDERS)}."
-                raise InputError("stack-order", detail, next_step, tensor)
-            rule = rule._replace(is_transposed=fitting == [1])
-        is_interleaved = rule.is_interleaved if rows is None else rows == "interleaved"
-        return rule._replace(is_interleaved=is_interleaved and len(rule.members) > 1)
+        for rule in self.stacks:
+            if matches_any(rule.tensors, tensor):
+                return rule.decide(tensor, shape, order, rows)
+        return unnamed_stack(tensor, shape, order, rows)
 
     def override(self, module: str) -> str | None:
         """Return the word of the first [[format]] that names a module."""
@@ -287,23 +240,19 @@ class Recipe:
         """Return the first rule of keep that fits a module."""
         if not matches_any(self.kept_patterns, module):  # enough for most modules
             return None
-        fitting = (rule for rule in self.keep if rule.fits(module, shape))
         is_draft = module in self.drafts
-        return next(
-            (
-                rule
-                for rule in fitting
-                if not (is_overridden and rule.is_for_accuracy)
-                and not (is_draft and rule.kind == PREDICTION)
-            ),
-            None,
-        )
+        for rule in self.keep:
+            is_waived = is_draft and rule.kind == PREDICTION
+            is_waived = is_waived or (is_overridden and rule.is_for_accuracy)
+            if not is_waived and rule.fits(module, shape):
+                return rule
+        return None
 
     def patterns_to_declare(self, kept: Sequence[str], quantized: Sequence[str]) -> tuple[str, ...]:
         """Return short patterns of modules that stay, for the engines' records.
 
-        They hold under the engines' prefixes.  Each fits a kept module, or one that may be tied
-        and absent; none fits a quantized module.
+        Each fits a kept module, or one that may be tied and absent; none fits a quantized module.
+        They hold under the engines' prefixes.
 
         quantized  quantized modules that a pattern may fit
         """
@@ -316,8 +265,7 @@ class Recipe:
             for pattern in patterns
             if may_be_absent or any(matches(pattern, module) for module in kept)
         )
-        # few, where modules are many
-        fitted = [module for module in quantized if matches_any(fitting, module)]
+        fitted = [module for module in quantized if matches_any(fitting, module)]  # few
         return tuple(
             pattern for pattern in fitting if not any(matches(pattern, module) for module in fitted)
         )
@@ -342,8 +290,8 @@ def build_recipe(
     ):
         if given is not None and given not in words:
             detail = f"{option} {given!r} is not known; expected {' or '.join(words)}"
-            detail += did_you_mean(given, words)
-            raise InputError("unknown-stack", detail, "Give one of these, or leave it out.")
+            near = did_you_mean(given, words)
+            raise InputError("unknown-stack", detail + near, "Give one of these, or leave it out.")
     if options.stack_rows is not None and options.stack_order is None:
         detail = "--stack-rows says how gate and up share a stack; expected --stack-order with it"
         raise InputError("unknown-stack", detail, f"Add --stack-order {' or '.join(STACK_ORDERS)}.")
@@ -381,20 +329,21 @@ def build_recipe(
 def _required_patterns(
     files: Iterable[tuple[RecipeFile, RecipeFile]],
 ) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Return the patterns of users' files that have to match some module.
+    """Return users' patterns that must match some module, by table.
 
-    files  with ranges filled, and as they are written; the latter counts for an empty range
+    files  with filled ranges, and as written: these patterns stand for an empty range
     """
     required: dict[str, tuple[tuple[str, ...], ...]] = {}
     for file, written in files:
         if file.is_users:
-            kept = zip(file.keep, written.keep, strict=True)
-            keep = tuple(
-                rule.patterns or plain.patterns for rule, plain in kept if not rule.may_be_absent
+            keep = zip(file.keep, written.keep, strict=True)
+            required[f"{file.name}: [[keep]]"] = tuple(
+                rule.patterns or plain.patterns for rule, plain in keep if not rule.may_be_absent
             )
-            pairs = zip(file.formats, written.formats, strict=True)
-            formats = tuple(tuple(rule.patterns or plain.patterns) for rule, plain in pairs)
-            required |= {f"{file.name}: [[keep]]": keep, f"{file.name}: [[format]]": formats}
+            formats = zip(file.formats, written.formats, strict=True)
+            required[f"{file.name}: [[format]]"] = tuple(
+                tuple(rule.patterns or plain.patterns) for rule, plain in formats
+            )
     return required
 
 
@@ -403,23 +352,11 @@ def model_recipe(
     options: RecipeOptions = NOTHING_CHOSEN,
     dialect: str | None = None,
 ) -> Recipe:
-    """Build the recipe of a model that is only examined.
+    """Build the recipe of a model that is examined, with any target.
 
-    It knows experts, stacks, groups and kinds of modules; format and target mean nothing.
-
-    dialect  of an artifact of it, for which some rules are
-    Raises  InputError as build_recipe does
+    dialect  of an artifact of the model: some rules are for one dialect
     """
     return build_recipe(Target(NVFP4.name, dialect), config, options)
-
-
-def is_expert_stack(tensor: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor stacks the matrices of several experts.
-
-    The name decides: convolutions have the same shapes.
-    """
-    is_stack = len(shape) == STACK_DIMENSIONS and not tensor.endswith(BESIDE_STACKS)
-    return is_stack and any(word in tensor for word in EXPERT_WORDS)
 
 
 def group_members(config: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
@@ -451,8 +388,8 @@ def gather_groups(group_of: Mapping[str, ScaleGroup | None]) -> dict[ScaleGroup,
 
 def _find_files(config: Mapping[str, object], recipe: str | None) -> list[RecipeFile]:
     """Return default.toml, the model's families, then the chosen files."""
-    values = (part.get(key) for part in configs_in(config) for key in ("model_type", "_class_name"))
-    families = families_of(value for value in values if isinstance(value, str))
+    kinds = [part.get(key) for part in configs_in(config) for key in ("model_type", "_class_name")]
+    families = families_of(kind for kind in kinds if isinstance(kind, str))
     chosen = chosen_files(recipe) if recipe is not None else []
     return list({file.name: file for file in (known_file(DEFAULT), *families, *chosen)}.values())
 
@@ -462,36 +399,22 @@ def _fill_ranges(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
 
     Raises  InputError that names the file, for a wrong range or expression
     """
+
+    def fill(rule: Any, names: tuple[str, ...]) -> Any:
+        filled = {name: expand_all(getattr(rule, name), config) for name in names}
+        return rule._replace(**filled)
+
     try:
-        return file._replace(
-            keep=tuple(
-                rule._replace(
-                    patterns=expand_all(rule.patterns, config),
-                    unless=expand_all(rule.unless, config),
-                )
-                for rule in file.keep
-            ),
-            only=tuple(
-                rule._replace(patterns=expand_all(rule.patterns, config)) for rule in file.only
-            ),
-            stacks=tuple(
-                rule._replace(
-                    tensors=expand_all(rule.tensors, config),
-                    inputs=integer_of(config, rule.inputs_key),
-                    experts=integer_of(config, rule.experts_key),
-                )
-                for rule in file.stacks
-            ),
-            formats=tuple(
-                rule._replace(patterns=Patterns(expand_all(rule.patterns, config)))
-                for rule in file.formats
-            ),
-            experts=tuple(
-                rule._replace(
-                    rows=expand_all(rule.rows, config), columns=expand_all(rule.columns, config)
-                )
-                for rule in file.experts
-            ),
-        )
+        filled: dict[str, Any] = {
+            table: tuple(fill(rule, names) for rule in getattr(file, table))
+            for table, names in PATTERN_FIELDS.items()
+        }
     except InputError as error:
         raise InputError(error.code, f"{file.name}: {error.message}", error.next_step) from None
+    formats = filled.pop("formats")
+    stacks = filled.pop("stacks")
+    return file._replace(
+        **filled,
+        formats=tuple(rule._replace(patterns=Patterns(rule.patterns)) for rule in formats),
+        stacks=tuple(rule.of_model(config) for rule in stacks),
+    )

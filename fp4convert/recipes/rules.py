@@ -1,12 +1,25 @@
-"""Rows of recipe files as values; toml_files.py reads them."""
+"""Rows of recipe files as values; how a tensor stacks experts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from fp4convert.recipes.patterns import matches_any
+from fp4convert.errors import InputError
+from fp4convert.recipes.options import STACK_ORDERS
+from fp4convert.recipes.patterns import integer_of, matches_any
+from fp4convert.storage.safetensors import WEIGHT
 
 NAMED = "{parent}.{expert}.{member}"
+FUSED = {  # last parts of names: a gate and an up projection in one tensor
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "w13": ("w1", "w3"),
+    "w13_weight": ("w1", "w3"),
+}
+EXPERT_WORDS = ("expert", ".moe.", "_moe.")
+# Endings of names of tensors beside a stack, with a value for each expert.
+BESIDE_STACKS = ("_scale", "_scales", "_scale_inv", "_bias", ".bias")
+STACK_DIMENSIONS = 3
 
 
 class KeepRule(NamedTuple):
@@ -78,9 +91,57 @@ class StackRule(NamedTuple):
 
     def module(self, tensor: str, expert: int, member: str) -> str:
         """Return the module name of one expert in a tensor."""
-        parent = tensor.removesuffix(".weight").rpartition(".")[0]
+        parent = tensor.removesuffix(WEIGHT).rpartition(".")[0]
         named = self.named.replace("{expert}", str(expert)).replace("{member}", member)
         return named.replace("{parent}", parent)
+
+    def of_model(self, config: Mapping[str, object]) -> StackRule:
+        """Fill in the numbers of a model's config.json."""
+        inputs = integer_of(config, self.inputs_key)
+        return self._replace(inputs=inputs, experts=integer_of(config, self.experts_key))
+
+    def decide(
+        self, tensor: str, shape: tuple[int, ...], order: str | None, rows: str | None
+    ) -> StackRule:
+        """Apply --stack-order and --stack-rows, or the order that the shape shows.
+
+        Raises  InputError where the number of inputs is on no axis, or on two
+        """
+        rule = self
+        if order is not None:
+            rule = rule._replace(is_transposed=order == "in_out")
+        elif rule.inputs is not None and shape:
+            axes = range(1, min(len(shape), STACK_DIMENSIONS))
+            fitting = [axis for axis in axes if shape[axis] == rule.inputs]
+            if len(fitting) != 1:
+                detail = f"{tensor} is {list(shape)}, and {rule.inputs_key} is {rule.inputs}"
+                detail += ", which does not show which axis is inputs"
+                next_step = f"Say --stack-order {' or '.join(STACK_ORDERS)}."
+                raise InputError("stack-order", detail, next_step, tensor)
+            rule = rule._replace(is_transposed=fitting == [1])
+        is_interleaved = rule.is_interleaved if rows is None else rows == "interleaved"
+        return rule._replace(is_interleaved=is_interleaved and len(rule.members) > 1)
+
+
+def unnamed_stack(
+    tensor: str, shape: tuple[int, ...], order: str | None, rows: str | None
+) -> StackRule | None:
+    """Return the rule of options for a stack of no recipe, or None."""
+    leaf = tensor.removesuffix(WEIGHT).rpartition(".")[2]
+    is_known = order is not None and (rows is not None or leaf not in FUSED)
+    if not is_known or not is_expert_stack(tensor, shape):
+        return None
+    is_interleaved = rows == "interleaved" and leaf in FUSED
+    return StackRule((tensor,), FUSED.get(leaf, (leaf,)), order == "in_out", is_interleaved)
+
+
+def is_expert_stack(tensor: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor stacks the matrices of several experts.
+
+    The name decides: convolutions have the same shapes.
+    """
+    is_stack = len(shape) == STACK_DIMENSIONS and not tensor.endswith(BESIDE_STACKS)
+    return is_stack and any(word in tensor for word in EXPERT_WORDS)
 
 
 class Patterns(tuple[str, ...]):
@@ -114,7 +175,7 @@ class FoldRule(NamedTuple):
     number, `{expert}` a number; both are equal in `into` and the others, or range over all numbers
     where `into` lacks them.
 
-    into      the module that is divided
+    into      the producer
     kind      a word of FOLD_KINDS: how the output depends on its weights
     linears   every module that reads its output
     may_lack  those of `linears` that some layers or models lack

@@ -285,10 +285,7 @@ _PLACES: _Check = (
 _FLAG: _Check = ("true or false", lambda value: isinstance(value, bool))
 _NUMBERS: _Check = ("a list of whole numbers, not empty", _is_numbers)
 _BASES: _Check = ("a name, or a list of names", lambda value: _TEXT[1](value) or _is_texts(value))
-_TABLES: _Check = (
-    "tables, each under double brackets",
-    lambda value: isinstance(value, list),
-)
+_TABLES: _Check = ("tables, each under double brackets", lambda value: isinstance(value, list))
 _ROWS: dict[str, _Keys] = {
     "keep": {
         "modules": (*_TEXTS, None),
@@ -312,10 +309,7 @@ _ROWS: dict[str, _Keys] = {
         "inputs": (*_TEXT, ""),
         "experts": (*_TEXT, ""),
     },
-    "format": {
-        "modules": (*_TEXTS, None),
-        "format": (*_one_of(*FORMATS, KEEP, ANY_FORMAT), None),
-    },
+    "format": {"modules": (*_TEXTS, None), "format": (*_one_of(*FORMATS, KEEP, ANY_FORMAT), None)},
     "fold": {
         "into": (*_PLACE, None),
         "kind": (*_one_of(*FOLD_KINDS), None),

@@ -10,7 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from fp4convert.recipes.recipe import BESIDE_STACKS, gather_groups, scale_groups
+from fp4convert.recipes.recipe import gather_groups, scale_groups
+from fp4convert.recipes.rules import BESIDE_STACKS
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 
 EXPERTS = ".experts."  # in the name of a module; not of shared experts, which are like other MLPs

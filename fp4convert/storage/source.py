@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
-from fp4convert.errors import InputError
+from fp4convert.errors import CORRUPT, InputError, SourceError
 from fp4convert.storage.checkpoint_files import GGUF, PLAN_FILE
 from fp4convert.storage.json_text import MISSHAPEN, TEXT_LIMIT, read_text_file
 from fp4convert.storage.safetensors import Header, TensorRef
@@ -332,6 +332,16 @@ def uncollected() -> Iterator[None]:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
+
+
+def read_again_if_damaged(read: Callable[[], Answer]) -> Answer:
+    """Call a function, and once more where it reads damaged bytes."""
+    try:
+        return read()
+    except SourceError as error:
+        if error.code != CORRUPT:
+            raise
+    return read()
 
 
 def subfolder_of(access: Access) -> str:

@@ -9,20 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from checkpoints import (
-    WAIT_SECONDS,
-    bf16,
-    run,
-    wait_until,
-    write_checkpoint,
-)
+from checkpoints import WAIT_SECONDS, bf16, run, wait_until, write_checkpoint
 
 from fp4convert.errors import CORRUPT, OutputError, SourceError
 from fp4convert.execution import settings
 from fp4convert.execution.crew import Crew
 from fp4convert.execution.fill import Making
 from fp4convert.execution.folder import OutputFolder
-from fp4convert.planning.steps import Work
+from fp4convert.planning.steps import MakerSteps
 from fp4convert.process import Stopped
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.shard_writer import ShardWriter
@@ -232,7 +226,8 @@ def test_a_write_that_fails_ends_the_run_though_makers_wait_for_lanes():
     lanes = threading.Semaphore(2)
     refs = [TensorRef(f"t{n}", "U8", (64,), "s", 64 * n) for n in range(12)]
     works = [
-        Work(_Lanes(ref.name, lanes), (SimpleNamespace(refs=(), outputs=(ref,)),)) for ref in refs
+        MakerSteps(_Lanes(ref.name, lanes), (SimpleNamespace(refs=(), outputs=(ref,)),))
+        for ref in refs
     ]
 
     def fail(ref, data):

@@ -17,6 +17,11 @@ COMMAND = str(Path(sys.executable).with_name("fp4convert"))
 NUMBER, OUTPUT_NBYTES = 8, 8 * 590_000  # shards; about what they take
 
 
+def quantizing(source: Path, output: Path) -> list[object]:
+    words = ("--format", "nvfp4", "-o", output, "--json", "-q")
+    return [COMMAND, "quantize", source, *words]
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """Eight shards of 2 MB, and small files that take a page each though they hold a byte."""
@@ -35,16 +40,8 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(source, tmp_path_factory):
-    outcome = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "-o",
-        tmp_path_factory.mktemp("clean") / "out",
-        "--json",
-        "-q",
-    )
+    words = ("--format", "nvfp4", "-o", tmp_path_factory.mktemp("clean") / "out", "--json", "-q")
+    outcome = run("quantize", source, *words)
     return outcome.json["digest"]
 
 
@@ -92,17 +89,7 @@ def test_a_disk_that_fills_up_is_exit_5_and_more_room_is_all_it_takes(
     processes, source, expected, tmp_path
 ):
     """Room for every byte, which is checked, but not for the pages that small files take."""
-    command = [
-        COMMAND,
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "-o",
-        tmp_path / "disk" / "out",
-        "--json",
-        "-q",
-    ]
+    command = quantizing(source, tmp_path / "disk" / "out")
     found = on_a_disk(FILLING, command, tmp_path / "disk", OUTPUT_NBYTES + 600_000, processes)
     ended, left, kept, is_ended, again, after = found
     for out, err, code in ended:
@@ -119,17 +106,7 @@ def test_a_disk_that_fills_up_is_exit_5_and_more_room_is_all_it_takes(
 
 
 def test_a_disk_too_small_is_refused_before_the_first_byte(source, tmp_path):
-    command = [
-        COMMAND,
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "-o",
-        tmp_path / "disk" / "out",
-        "--json",
-        "-q",
-    ]
+    command = quantizing(source, tmp_path / "disk" / "out")
     steps = FORBIDDING.replace('mount("-o", "remount,ro", disk)', "")
     code, out, err, left = on_a_disk(steps, command, tmp_path / "disk", 2 << 20)
     error = json.loads(out)["error"]
@@ -141,17 +118,7 @@ def test_a_disk_too_small_is_refused_before_the_first_byte(source, tmp_path):
 
 @pytest.mark.parametrize("place", ["out", "deep/out", "."])
 def test_a_disk_that_is_read_only_is_exit_5(place, source, tmp_path):
-    command = [
-        COMMAND,
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "-o",
-        tmp_path / "disk" / place,
-        "--json",
-        "-q",
-    ]
+    command = quantizing(source, tmp_path / "disk" / place)
     code, out, err, left = on_a_disk(FORBIDDING, command, tmp_path / "disk", 64 << 20)
     error = json.loads(out)["error"]
     assert (code, error["exit"], error["code"], left) == (5, 5, "cannot-write", [])

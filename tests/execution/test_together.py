@@ -240,10 +240,7 @@ def test_one_that_joins_never_replaces_a_plan(tmp_path):
     quantize(source, out)
     (out / "quantization_config.json").unlink()
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    for options in (
-        ("--exclude", "*.o_proj"),
-        ("--dialect", "modelopt"),
-    ):
+    for options in (("--exclude", "*.o_proj"), ("--dialect", "modelopt")):
         outcome = quantize(source, out, "--join", *options)
         assert (outcome.code, outcome.json["error"]["code"]) == (5, "other-plan")
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before

@@ -234,18 +234,8 @@ def test_weights_lose_by_design_and_verify_and_inspect_find_nothing(source, tmp_
 
 def test_a_person_is_told_the_method(source, tmp_path):
     file = calibrate(tmp_path / "c.safetensors", source)
-    outcome = run(
-        "quantize",
-        source,
-        "--format",
-        "mxfp4",
-        "-o",
-        tmp_path / "out",
-        "--calibration",
-        file,
-        "--method",
-        "gptq",
-    )
+    words = ("--format", "mxfp4", "-o", tmp_path / "out", "--calibration", file, "--method", "gptq")
+    outcome = run("quantize", source, *words)
     assert "method gptq" in outcome.out
     record = json.loads((tmp_path / "out" / "quantization_config.json").read_text())
     assert record["method"] == "gptq"
@@ -509,19 +499,8 @@ def test_gram_matrices_that_are_none_end_the_run_without_a_record(source, tmp_pa
         bad[f"{module}.input_gram"] = matrix.astype(np.float32)[None]
     file = calibrate(tmp_path / "c.safetensors", source, **bad)
     out = tmp_path / "out"
-    outcome = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "-o",
-        out,
-        "--method",
-        "gptq",
-        "--calibration",
-        file,
-        "--json",
-    )
+    words = ("--format", "nvfp4", "-o", out, "--method", "gptq", "--calibration", file, "--json")
+    outcome = run("quantize", source, *words)
     assert outcome.code == 2
     error = outcome.json["error"]
     assert (error["code"], error["tensor"]) == ("calibration-gram", DOWN)

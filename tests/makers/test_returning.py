@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 from artifacts import quantize
 from checkpoints import LAYER, read_folder, run, weight, write_llama, write_single
-from fake_quantized import (
-    by_modelopt,
-    by_torchao,
-    mxfp4_by_modelopt,
-    write_fake_quantized,
-)
+from fake_quantized import by_modelopt, by_torchao, mxfp4_by_modelopt, write_fake_quantized
 from made_up_inputs import calibrate
 
 torch = pytest.importorskip("torch")

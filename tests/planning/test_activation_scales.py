@@ -81,18 +81,8 @@ def test_members_of_a_group_get_the_largest_and_a_warning_says_so(source, tmp_pa
         "modelopt",
         {**STORED, f"{MLP}.gate_proj": 0.5, f"{MLP}.up_proj": 2.0},
     )
-    done = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "--activations",
-        4,
-        "-o",
-        tmp_path / "out",
-        "--input-scale",
-        other,
-    )
+    words = ("--format", "nvfp4", "--activations", 4)
+    done = run("quantize", source, *words, "-o", tmp_path / "out", "--input-scale", other)
     assert done.code == 0
     assert (
         f"1 scale groups have members with different input scales in --input-scale {other}, the "
@@ -141,15 +131,8 @@ def test_a_module_without_one_is_refused(source, tmp_path):
         "input-scale-missing",
         True,
     )
-    quantized(
-        source,
-        tmp_path / "fits",
-        "modelopt",
-        "--exclude",
-        "*mlp*",
-        "--input-scale",
-        tmp_path / "part",
-    )
+    words = ("--exclude", "*mlp*", "--input-scale", tmp_path / "part")
+    quantized(source, tmp_path / "fits", "modelopt", *words)
 
 
 def test_an_artifact_of_another_model_is_refused(source, tmp_path):
@@ -158,16 +141,8 @@ def test_an_artifact_of_another_model_is_refused(source, tmp_path):
         f"{ATTENTION}.o_proj.weight": weight(2),
     }
     quantized(write_single(tmp_path / "wider", tensors), tmp_path / "other")
-    error = refused(
-        source,
-        tmp_path / "out",
-        "--input-scale",
-        tmp_path / "other",
-        "--include",
-        "*",
-        "--exclude",
-        "*[qkvge]*_proj",
-    )
+    words = ("--input-scale", tmp_path / "other", "--include", "*", "--exclude", "*[qkvge]*_proj")
+    error = refused(source, tmp_path / "out", *words)
     assert error["code"] in ("input-scale-model", "input-scale-missing")
     only = write_single(tmp_path / "only", {f"{MLP}.down_proj.weight": weight(1, 64, 128)})
     error = refused(only, tmp_path / "out", "--input-scale", tmp_path / "other")
@@ -307,12 +282,8 @@ def test_a_calibration_that_does_not_fit_is_refused(source, tmp_path):
         True,
     )
     other = write_single(tmp_path / "other", {f"{MLP}.down_proj.weight": weight(1, 64, 128)})
-    error = refused(
-        other,
-        tmp_path / "out",
-        "--input-scale",
-        calibrate(source, tmp_path / "c.safetensors", AMAX),
-    )
+    words = ("--input-scale", calibrate(source, tmp_path / "c.safetensors", AMAX))
+    error = refused(other, tmp_path / "out", *words)
     assert error["code"] == "calibration-model"
 
 
@@ -370,18 +341,8 @@ def test_an_artifact_on_the_hub(hub, source, tmp_path):
         module: float(np.float32(value)) for module, value in STORED.items()
     }
     assert len(hub.seen) - before < 40
-    missing = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "--activations",
-        4,
-        "-o",
-        tmp_path / "none",
-        "--input-scale",
-        "org/gone",
-    )
+    words = ("--format", "nvfp4", "--activations", 4)
+    missing = run("quantize", source, *words, "-o", tmp_path / "none", "--input-scale", "org/gone")
     assert missing.code in (2, 4)
     assert "org/gone" in missing.err
     assert not (tmp_path / "none").exists()
@@ -434,17 +395,8 @@ def test_scales_follow_inputs_under_factors_of_each_experts_own_tokens(tmp_path)
     file = write_calibration(
         tmp_path / "c.safetensors", open_source(str(source)), found, inputs=json.dumps(shared)
     )
-    out = quantized(
-        source,
-        tmp_path / "out",
-        "modelopt",
-        "--calibration",
-        file,
-        "--method",
-        "awq",
-        "--scale-rule",
-        "amax",
-    )
+    words = ("--calibration", file, "--method", "awq", "--scale-rule", "amax")
+    out = quantized(source, tmp_path / "out", "modelopt", *words)
     scales, norm = input_scales(out, "modelopt"), f"{LAYER}.post_attention_layernorm.weight"
     before, after = (values_of(read_folder(folder)[norm]) for folder in (source, out))
     assert not np.array_equal(before, after), "otherwise this tests nothing"

@@ -200,10 +200,7 @@ def test_experts_that_are_quantized_in_part_are_told(tmp_path):
 def test_what_no_form_of_the_dialect_holds_cannot_stay_packed(
     tensors, config, dialect, words, tmp_path
 ):
-    folder, choice = (
-        write_single(tmp_path / "m", tensors, config),
-        PACKED_STAYS,
-    )
+    folder, choice = (write_single(tmp_path / "m", tensors, config), PACKED_STAYS)
     with pytest.raises(InputError) as caught:
         verdicts_on(folder, Target("nvfp4", dialect), choice)
     assert (caught.value.code, caught.value.tensor) == ("dialect-mixed", f"{DOWN}.weight")

@@ -30,7 +30,7 @@ from fp4convert.conversion.request import take_apart
 from fp4convert.makers.methods import returning
 from fp4convert.numerics.backends import cuda_stream
 from fp4convert.options.writing import QuantizeOptions
-from fp4convert.planning.global_scales import Stored, amax_of
+from fp4convert.planning.global_scales import StoredScale, amax_of
 from fp4convert.storage.local import LocalSource
 from fp4convert.storage.open import open_source
 
@@ -401,6 +401,6 @@ def test_every_amax_of_16_bits_is_found_again(reach):
     for amax in np.arange(0x3C00, 0x4200, dtype=np.uint32) << np.uint32(16):
         value = amax.view(np.float32)
         scale = np.float32(value / np.float32(largest))
-        assert amax_of(Stored(float(scale)), rule)[1]
+        assert amax_of(StoredScale(float(scale)), rule)[1]
         divisor = float(np.float32(1 / float(scale)))
-        assert amax_of(Stored(divisor, "divisor"), rule) == (float(value), True)
+        assert amax_of(StoredScale(divisor, "divisor"), rule) == (float(value), True)

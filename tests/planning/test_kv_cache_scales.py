@@ -93,19 +93,8 @@ def test_names_shapes_and_records(format, dialect, source, tmp_path):
 
 @every_dialect
 def test_a_constant_is_told(dialect, source, tmp_path):
-    done = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "--dialect",
-        dialect,
-        "--kv-cache",
-        "fp8",
-        "-o",
-        tmp_path / "out",
-        "--json",
-    )
+    words = ("--format", "nvfp4", "--dialect", dialect, "--kv-cache", "fp8")
+    done = run("quantize", source, *words, "-o", tmp_path / "out", "--json")
     assert (
         "scales of an FP8 cache are 1 for 1 of 1 attentions, the first model.layers.0.self_attn"
         in done.err
@@ -158,16 +147,8 @@ def test_a_dry_run_counts_them(dialect, source, tmp_path):
 def test_parts_and_one_process_make_the_same_files(dialect, source, tmp_path):
     whole = quantized(source, tmp_path / "whole", "--dialect", dialect)
     for index in (1, 0):
-        quantized(
-            source,
-            tmp_path / "parts",
-            "--dialect",
-            dialect,
-            "--shard-index",
-            index,
-            "--num-shards",
-            2,
-        )
+        words = ("--dialect", dialect, "--shard-index", index, "--num-shards", 2)
+        quantized(source, tmp_path / "parts", *words)
     assert run("merge", tmp_path / "parts").code == 0
     files = {path.name: path.read_bytes() for path in whole.iterdir() if path.is_file()}
     assert files == {
@@ -205,17 +186,8 @@ def test_dialects_without_such_a_record_refuse(format, dialect, code, source, tm
 
 
 def refused(source: Path, tmp_path: Path, cache: str = "fp8") -> dict:
-    done = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "--kv-cache",
-        cache,
-        "-o",
-        tmp_path / "out",
-        "--json",
-    )
+    words = ("--format", "nvfp4", "--kv-cache", cache, "-o", tmp_path / "out", "--json")
+    done = run("quantize", source, *words)
     assert done.code == 2, done
     assert not (tmp_path / "out").exists()
     return done.json["error"]
@@ -288,18 +260,8 @@ def test_scales_of_the_source_stay(theirs, dialect, tmp_path):
         v_name: ("F32", (), struct.pack("<f", 0.03125)),
     }
     source = with_own(tmp_path / "source", own)
-    done = run(
-        "quantize",
-        source,
-        "--format",
-        "nvfp4",
-        "--dialect",
-        dialect,
-        "--kv-cache",
-        "fp8",
-        "-o",
-        tmp_path / "out",
-    )
+    words = ("--format", "nvfp4", "--dialect", dialect, "--kv-cache", "fp8", "-o", tmp_path / "out")
+    done = run("quantize", source, *words)
     assert (done.code, "scales of" in done.err) == (0, False), done
     assert floats(tmp_path / "out") == {
         f"{ATTENTION}.{name}": value
@@ -384,18 +346,8 @@ def test_a_calibration_that_says_nothing_of_a_cache_is_refused(source, tmp_path)
         {f"{stem}.{leaf}_proj.weight": weight(3) for stem in stems for leaf in "qkv"},
     )
     file = calibrated(two, tmp_path / "c.safetensors", {stems[0]: (44.8, 4.48)})
-    done = run(
-        "quantize",
-        two,
-        "--format",
-        "nvfp4",
-        "--kv-cache",
-        "fp8",
-        "--calibration",
-        file,
-        "-o",
-        tmp_path / "out",
-    )
+    words = ("--format", "nvfp4", "--kv-cache", "fp8", "--calibration", file)
+    done = run("quantize", two, *words, "-o", tmp_path / "out")
     assert "are 1 for 1 of 2 attentions, the first model.layers.1.self_attn" in done.err
     assert "no calibration gives them" in done.err
     assert sorted(floats(tmp_path / "out").values()) == [

@@ -173,10 +173,7 @@ def test_the_groups_of_experts_stay_inside_each_expert(tmp_path):
         assert (
             step_of(plan, w2).group,
             [ref.name for ref in step_of(plan, w2).maker.measures],
-        ) == (
-            None,
-            [w2],
-        )
+        ) == (None, [w2])
 
 
 def test_mxfp4_has_no_scale_groups(tmp_path):
