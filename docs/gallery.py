@@ -114,8 +114,10 @@ def section(family: Family) -> str:
         source = Path(folder) / "Model"
         if family.name in PACKED:
             MAKERS[PACKED[family.name]](source)
-        else:
+        elif family.model:
             build(replace(family, config=_of_whole_blocks(family.config)), source)
+        else:  # its shapes are given, and a config has to fit them
+            build(family, source)
         config = read_json(source / "config.json")
         kind = config.get("_class_name") or config["model_type"]
         recipe = tomllib.loads(INDEX.read_text(encoding="utf-8")).get(kind, "default")
