@@ -59,11 +59,11 @@ def taken_along(source: Source, plan: Plan, is_part: bool) -> dict[str, Any]:
     is_part  of several processes: only the whole knows of carried blocks
     """
     facts: dict[str, Any] = {"adapter": describe_adapter(plan)} if plan.adapter else {}
-    if is_part or not any(step.action == "transcode" for step in plan.steps):
+    if is_part or not any(step.action == "transcode" or step.maker.carries for step in plan.steps):
         return facts
     from fp4convert.conversion.carried_blocks import describe_carried
 
-    return {**facts, "carried": describe_carried(plan, source.checkpoint.config)}
+    return {**facts, "carried": describe_carried(plan, source)}
 
 
 def describe_adapter(plan: Plan) -> dict[str, object] | None:

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.dialects.tables import is_reversible
 from fp4convert.errors import InputError
-from fp4convert.makers.carried import Carried, blocks_of
-from fp4convert.numerics.formats import Format
+from fp4convert.makers.maker import Cast
 from fp4convert.numerics.matrices import Blocks, row_panels
-from fp4convert.numerics.mxfp4_as_nvfp4 import recast
 from fp4convert.planning.plan import Plan
 from fp4convert.recipes.recipe import model_recipe
 from fp4convert.storage.gguf import Q8_0
+from fp4convert.storage.source import Source
 
 
 class CarriedModule(NamedTuple):
-    """A module on its way: its blocks, and what they become.
-
-    exponent  k of the global scale 2^k where they are cast
-    """
+    """A module whose blocks stay, or are cast."""
 
     module: str
     stored: Blocks
-    format: Format
-    exponent: int = 0
     input_scale: float | None = None
 
 
@@ -86,54 +80,49 @@ def taken_over(plan: Plan, has_inputs: bool) -> Iterator[CarriedModule]:
 
     has_inputs  with its scale of activations, which goes along
     """
-    makers = {id(step.maker): step.maker for step in plan.steps}
-    for maker in makers.values():
-        if not isinstance(maker, Carried):
-            continue
-        exponents, fmt = maker.exponents(), maker.spelling.form.format
-        for linear in maker.linears:
+    for step in plan.steps:
+        for linear in step.linears if step.form and step.form.format.is_fp4 else ():
             artifact, module = linear.coding.artifact, linear.module
-            scale = artifact.stored_input_scale(module) if artifact and has_inputs else None
-            yield CarriedModule(module, blocks_of(linear), fmt, exponents.get(module, 0), scale)
+            if step.action == "transcode" and (blocks := linear.coding.blocks(linear)):
+                scale = artifact.stored_input_scale(module) if artifact and has_inputs else None
+                yield CarriedModule(module, blocks, scale)
+
+
+def casts_of(plan: Plan, source: Source) -> dict[str, Cast]:
+    """Count the blocks of every module that is cast, by module."""
+    makers = {id(step.maker): step.maker for step in plan.steps}
+    return {cast.module: cast for maker in makers.values() for cast in maker.casts(source)}
 
 
 def describe_carried(
-    plan: Plan, config: Mapping[str, object], order: Iterable[str] | None = None
+    plan: Plan, source: Source, order: Iterable[str] | None = None
 ) -> dict[str, object]:
     """Count the modules that keep every bit, and name those that do not.
 
-    config   of the source; tells layers that draft tokens, which are counted by themselves, too
+    Layers that draft tokens are counted by themselves, too.
+
     order    of the modules of an artifact that is transcoded: its modules of eight bits count, too.
              `floats` are those among them that became ordinary weights, `q8_0` GGUF's blocks
     rounded  their global scale or input scale is stored as its reciprocal, whose reciprocal is
              another float32
-    lossy    MXFP4 modules with blocks that NVFP4 cannot say; blocks, kept_blocks count those of all
+    lossy    modules that are cast, with blocks that change; blocks, kept_blocks count those of all
     """
     kind = dialect_named(str(plan.target.dialect)).TRAITS.global_scale_kind
-    is_draft = model_recipe(config).is_draft
+    is_draft, casts = model_recipe(source.checkpoint.config).is_draft, casts_of(plan, source)
     modules = [*taken_over(plan, has_inputs=order is not None)]
     if order is not None:
         place = {module: number for number, module in enumerate(order)}
         modules.sort(key=lambda one: place[one.module])
-    rounded, lossy, blocks, kept, is_cast = [], [], 0, 0, False
-    drafted = {"modules": 0, "blocks": 0, "kept_blocks": 0}
-    for module, stored, fmt, exponent, input_scale in modules:
-        if fmt is stored.format:
-            scalars = (stored.global_scale, input_scale)
-            if kind and kind != stored.kind and not all(map(is_reversible, scalars)):
-                rounded.append(module)
-            continue
-        is_cast = True
-        own = stored.shape[0] * stored.shape[1] // stored.format.block_size
-        panels = (stored.rows(first, last) for first, last in row_panels(stored.shape))
-        own_kept = sum(recast(panel, exponent).kept_blocks for panel in panels)
-        blocks, kept = blocks + own, kept + own_kept
-        if is_draft(module):
-            for key, value in zip(drafted, (1, own, own_kept), strict=True):
-                drafted[key] += value
-        if own != own_kept:
-            lossy.append(module)
-    count, became = len(modules), defaultdict[str, int](int)
+    rounded = []
+    for module, stored, input_scale in modules:
+        scalars = (stored.global_scale, input_scale)
+        is_other_kind = module not in casts and kind and kind != stored.kind
+        if is_other_kind and not all(map(is_reversible, scalars)):
+            rounded.append(module)
+    known = [one.module for one in modules]
+    lossy = [name for name in known if name in casts and casts[name].is_lossy]
+    lossy += [name for name, cast in casts.items() if name not in known and cast.is_lossy]
+    count, became = len({*known, *casts}), defaultdict[str, int](int)
     for step in plan.steps if order is not None else ():
         # A matrix that stays, in the type of --keep-dtype, is no module.
         if not step.linears or step.action == "copy" or (step.form and step.form.format.is_fp4):
@@ -148,8 +137,14 @@ def describe_carried(
         "rounded": rounded,
         **became,
     }
-    if is_cast:
-        document |= {"lossy": lossy, "blocks": blocks, "kept_blocks": kept}
-    if drafted["modules"]:
-        document["draft"] = drafted
+    if casts:
+        document |= {"lossy": lossy, **_count(casts.values())}
+    if drafts := [cast for module, cast in casts.items() if is_draft(module)]:
+        document["draft"] = {"modules": len(drafts), **_count(drafts)}
     return document
+
+
+def _count(casts: Iterable[Cast]) -> dict[str, int]:
+    """Add up the blocks of modules that are cast."""
+    both = [(cast.blocks, cast.kept_blocks) for cast in casts]
+    return dict(zip(("blocks", "kept_blocks"), map(sum, zip(*both, strict=True)), strict=True))

@@ -381,7 +381,7 @@ def transcode(
         if decoded := sorted(output.name for step in steps for output in step.outputs):
             told[DECODED] = decoded
         job = replace(job, record={**job.record, **told})
-    carried = describe_carried(plan, artifact.source.checkpoint.config, artifact.modules)
+    carried = describe_carried(plan, artifact.source, artifact.modules)
     result = carry_out(job, Tools(source, open_backend("cpu")), output, settings)
     return replace(result, carried=carried)
 

@@ -14,7 +14,7 @@ import numpy as np
 from fp4convert.checkpoint.dialects.stacks import alternate, take_rows
 from fp4convert.checkpoint.encodings.base import Linear, scales_not_finite
 from fp4convert.errors import NumericError
-from fp4convert.makers.maker import Fact, Maker, Parts, Tools, UnsoundShardError
+from fp4convert.makers.maker import Cast, Fact, Maker, Parts, Tools, UnsoundShardError
 from fp4convert.makers.spelling import Spelling
 from fp4convert.makers.unit import Stem, Unit, refs_of
 from fp4convert.numerics.formats import Format
@@ -27,6 +27,7 @@ from fp4convert.numerics.mxfp4_as_nvfp4 import (
     recast,
 )
 from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.source import Source
 
 E4M3_NAN = 0x7F  # without the sign
 
@@ -67,6 +68,20 @@ class Carried(Maker):
             modules = [linear.module for linear in group]
             exponents |= dict.fromkeys(modules, global_exponent(largest))
         return exponents
+
+    @property
+    def carries(self) -> bool:
+        return True
+
+    def casts(self, source: Source) -> Iterator[Cast]:
+        fmt, exponents = self.spelling.form.format, self.exponents()
+        for linear in self.linears:
+            stored, exponent = blocks_of(linear), exponents.get(linear.module, 0)
+            if fmt is not stored.format:
+                panels = (stored.rows(*panel) for panel in row_panels(stored.shape))
+                kept = sum(recast(panel, exponent).kept_blocks for panel in panels)
+                rows, columns = stored.shape
+                yield Cast(linear.module, rows * columns // stored.format.block_size, kept)
 
     def parts(self, tools: Tools) -> Parts:
         try:

@@ -13,10 +13,12 @@ from fp4convert.makers.maker import Fact, Maker, Parts, Tools
 from fp4convert.makers.methods.protected import low_ranks_of, measure
 from fp4convert.makers.spelling import NO_BYTES, Losses, Spelling, naming, reach_over
 from fp4convert.makers.unit import Stem, Unit, fold_refs
+from fp4convert.numerics.backends.base import Fp8Passes
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.codec import as_floats
+from fp4convert.numerics.codec import Float32s, as_floats
 from fp4convert.numerics.fp8_int import Grid
-from fp4convert.numerics.fp8_rounding import find_scales
+from fp4convert.numerics.fp8_rounding import Block, find_scales
+from fp4convert.numerics.matrices import Weights
 from fp4convert.storage.safetensors import TensorRef
 
 Panel = tuple[memoryview, memoryview]
@@ -79,7 +81,7 @@ class Eight(Maker):
         weights = linear.coding.weights(linear, tools.source)
         block, changes = block_of(form, weights.shape), low_ranks_of(weights)
         with tools.backend.fp8_passes(weights) as passes:
-            scales = find_scales(weights, block, form.format, str(self.rule), passes)
+            scales = self.scales(weights, block, passes)
             for first, shape, codes, lost in passes.fp8_panels(weights, block, scales):
                 adapter = lost.adapter
                 if changes:
@@ -89,6 +91,10 @@ class Eight(Maker):
                 losses.add(lost._replace(adapter=adapter), shape[0] * shape[1])
                 yield codes, NO_BYTES
         yield NO_BYTES, as_stored(scales, form)
+
+    def scales(self, weights: Weights, block: Block, passes: Fp8Passes) -> Float32s:
+        """Choose the scale of every block."""
+        return find_scales(weights, block, self.spelling.form.format, str(self.rule), passes)
 
 
 def make(unit: Unit) -> Eight:

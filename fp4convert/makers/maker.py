@@ -6,7 +6,7 @@ lists the tensors that it reads; `parts` yields the bytes and returns facts.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from fp4convert.checkpoint.dialects.tables import Part
@@ -34,6 +34,21 @@ class Fact(NamedTuple):
     kind: Literal["account", "global_scale", "taken_over", "saturated"]
     about: str
     value: object = None
+
+
+class Cast(NamedTuple):
+    """A module whose blocks become blocks of another format.
+
+    kept_blocks  number of its blocks with every value as it was
+    """
+
+    module: str
+    blocks: int
+    kept_blocks: int
+
+    @property
+    def is_lossy(self) -> bool:
+        return self.blocks != self.kept_blocks
 
 
 Parts = Generator[Part, None, tuple[Fact, ...]]
@@ -79,6 +94,15 @@ class Maker(Protocol):
     def pauses(self) -> bool:
         """Tell whether `parts` yields PAUSE after the scalars."""
         return False
+
+    @property
+    def carries(self) -> bool:
+        """Tell whether it takes codes over, or casts them; both are counted after a run."""
+        return False
+
+    def casts(self, source: Source) -> Iterable[Cast]:
+        """Count the blocks of each module that is cast; reads its weights once more."""
+        return ()
 
     def parts(self, tools: Tools) -> Parts:
         """Yield bytes to append to the output of a name; return the facts.
