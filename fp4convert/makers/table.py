@@ -10,6 +10,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
+from fp4convert.checkpoint.dialects.forms import keeps_powers
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.makers.maker import Maker
 from fp4convert.makers.methods.choice import method_for
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
 UNITS: tuple[tuple[str, Callable[[Unit], bool]], ...] = (
     ("carried", lambda unit: unit.action == "transcode" and unit.form.format.is_fp4),
     ("corrected", lambda unit: unit.form.rank is not None),
+    (
+        "exact_fp8",
+        lambda unit: (
+            unit.action == "quantize"
+            and all(keeps_powers(one.coding.format, unit.form) for one in unit.linears.values())
+        ),
+    ),
     ("eight_bits", lambda unit: not unit.form.format.is_fp4),
     ("stacks", lambda unit: unit.is_stack),
     ("fresh", lambda unit: True),

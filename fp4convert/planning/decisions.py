@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from fp4convert.checkpoint.dialects.base import Dialect
-from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.checkpoint.dialects.forms import Form, keeps_powers
 from fp4convert.checkpoint.dialects.target_forms import check_forms, form_of, module_form
 from fp4convert.checkpoint.encodings.base import Linear, is_fp8
 from fp4convert.checkpoint.linears import Linears
@@ -322,13 +322,16 @@ def warnings_on_four_bits(verdicts: Mapping[str, Verdict], recipe: Recipe) -> li
 def rounded_again(verdicts: Mapping[str, Verdict]) -> list[str]:
     """Warn of packed modules that are rounded a second time.
 
-    FP8, and int4 of experts alone, are left out: models are trained and published so.
+    FP8, and int4 of experts alone, are left out: models are trained and published so. Blocks that
+    keep their values are left out, too.
     """
     again: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module, verdict in verdicts.items():
-        is_rounded = verdict.linear.coding.is_packed and not is_fp8(verdict.linear)
-        if is_rounded and verdict.action == "quantize" and verdict.form:
-            again[verdict.linear.coding.word, verdict.form.word].append(module)
+        coding, form = verdict.linear.coding, verdict.form
+        if form is None or verdict.action != "quantize" or keeps_powers(coding.format, form):
+            continue
+        if coding.is_packed and not is_fp8(verdict.linear):
+            again[coding.word, form.word].append(module)
     return [
         f"{len(modules)} modules are {word} and are rounded again to {other}, the first"
         f" {modules[0]!r}: the errors add; start from the original weights if you can"

@@ -10,7 +10,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from fp4convert.numerics.formats import MXFP8, Format
+from fp4convert.numerics.formats import FP8, MXFP4, MXFP8, Format
 
 # Elements that share a scale: "tensor", "row", or (rows, columns) of a block.
 Granularity = str | tuple[int, int]
@@ -61,6 +61,16 @@ class Form:
         if self.granularity is None or self.format.block_size:
             return self.format.name
         return f"{self.format.name} {granularity_word(self.granularity)}"
+
+
+def keeps_powers(fmt: Format | None, form: Form) -> bool:
+    """Return whether blocks of a format keep their values in a form of FP8.
+
+    Blocks of MXFP4 and MXFP8 have powers of two as scales: E4M3 under another power of two holds
+    their values, unless they are 2^17 times smaller than the largest of its block.
+    """
+    is_in_blocks = form.format is FP8 and isinstance(form.granularity, tuple)
+    return is_in_blocks and fmt in (MXFP4, MXFP8)
 
 
 def granularity_word(granularity: Granularity) -> str:
