@@ -68,6 +68,11 @@ class Linears:
         """Return whether any is quantized already."""
         return any(linear.coding.is_packed for linear in self.of.values())
 
+    @property
+    def homes(self) -> dict[str, TensorRef]:
+        """Return the tensor that holds each linear layer."""
+        return {module: linear.home for module, linear in self.of.items()}
+
     def by_home(self) -> dict[str, list[Linear]]:
         """Return the linear layers of every tensor, by its name."""
         found: dict[str, list[Linear]] = defaultdict(list)

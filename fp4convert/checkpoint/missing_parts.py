@@ -65,7 +65,7 @@ def find_faults(
     config: Mapping[str, object],
     recipe: Recipe,
 ) -> Iterator[Finding]:
-    """Find the modules that a model lacks, and sizes that config.json contradicts.
+    """Find missing modules, and sizes that config.json contradicts.
 
     modules  every module with a tensor, quantized or kept
     shapes   module -> (rows, columns) of its matrix
@@ -81,7 +81,7 @@ def judge_source(
     config: Mapping[str, object],
     recipe: Recipe,
 ) -> list[Finding]:
-    """Return the faults of a source that its result will have; arguments as in find_faults.
+    """Find the faults of a source, which its result will have.
 
     Raises  InputError for sizes that config.json contradicts, except where a model has code of its
             own

@@ -10,7 +10,7 @@ from typing import TypeVar
 from fp4convert.checkpoint.dialects.base import Dialect, Packed, whole
 from fp4convert.checkpoint.dialects.forms import SCALE_DTYPES, Form, Group, parents_of
 from fp4convert.checkpoint.dialects.stacks import STACK_DIMENSIONS, StridedRows, places_of
-from fp4convert.errors import Finding, Level
+from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FP8
 from fp4convert.recipes.patterns import matches
 from fp4convert.storage.safetensors import WEIGHT, TensorRef, TensorSpec
@@ -53,23 +53,24 @@ class _Reader:
         if specs is None:
             if not has_fp8_weight:
                 detail = "it has scales, and no group or pattern of the record says what it is"
-                self._report("form-unknown", stem, detail)
+                self.findings.append(Finding("error", "form-unknown", stem, detail))
             return
         form, _ = specs
         if has_fp8_weight and not form.format.is_fp8:
             detail = f"it is FP8, and the record says {form.word}"
-            self._report("tensor-shape", stem + WEIGHT, detail)
+            self.findings.append(Finding("error", "tensor-shape", stem + WEIGHT, detail))
             return
         packed = self._tensors.get(stem + (WEIGHT if form.format.is_fp8 else traits.packed))
         if packed is None:
             detail = "its scales are there, its packed codes are not"
-            self._report("packed-missing", stem, detail)
+            self.findings.append(Finding("error", "packed-missing", stem, detail))
             return
         shape = self._dialect.stored_shape(stem, packed, form)
         if shape is None:
             if not self._is_unread_stack(stem, packed):  # no fault; inspect lists it
                 detail = f"{packed.dtype} {list(packed.shape)} holds no matrix of whole blocks of"
-                self._report("packed-shape", stem, f"{detail} {form.format.block_size}")
+                detail += f" {form.format.block_size}"
+                self.findings.append(Finding("error", "packed-shape", stem, detail))
             return
         if not form.format.block_size:  # with the dtype that its scales have
             ending = traits.fp8.scales if traits.fp8 else ".weight_scale"
@@ -77,9 +78,6 @@ class _Reader:
             if scales and scales.dtype in SCALE_DTYPES:
                 specs = self._specs(replace(form, stored_scales=scales.dtype))
         self._check(stem, shape, specs)
-
-    def _report(self, code: str, tensor: str, detail: str, level: Level = "error") -> None:
-        self.findings.append(Finding(level, code, tensor, detail))
 
     def _is_unread_stack(self, stem: str, packed: TensorRef) -> bool:
         """Return whether it is a stack that engines of the dialect read."""
@@ -95,7 +93,8 @@ class _Reader:
         missing_allowed = traits.implied
         if form.format.is_fp8:
             if reason := self._dialect.unfit(stem, (shape[-2], shape[-1]), form):
-                self._report("form-unknown", stem, f"{reason}, which this dialect does not hold")
+                detail = f"{reason}, which this dialect does not hold"
+                self.findings.append(Finding("error", "form-unknown", stem, detail))
                 return
             # An FP8 module may lack its input scale, though its engines want it.
             table = traits.fp8
@@ -104,7 +103,7 @@ class _Reader:
                 if stem + table.input_scale not in tensors:
                     detail = "it is FP8 with one scale, and has no scale of activations"
                     detail = f"{detail}: engines that quantize them would compute garbage"
-                    self._report("input-scale-missing", stem, detail, "warning")
+                    self.findings.append(Finding("warning", "input-scale-missing", stem, detail))
         is_whole, refs = True, []
         for spec in specs_of(shape):
             ref = tensors.get(stem + spec.name)

@@ -135,7 +135,9 @@ def ignored_by_engines(plan: Plan, config: Mapping[str, object]) -> Ignored:
 
 def dialect_of(plan: Plan) -> Dialect:
     """Return the dialect that a plan writes."""
-    return dialect_named(str(plan.target.dialect))
+    if plan.target.dialect is None:
+        raise RuntimeError("a plan of ordinary weights has no dialect")
+    return dialect_named(plan.target.dialect)
 
 
 def index_text(plan: Plan) -> dict[str, str]:

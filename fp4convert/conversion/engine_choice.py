@@ -274,8 +274,10 @@ def check_plan(
         return None
     if plan.faults:
         fault = plan.faults[0]
-        step = "Complete the source; or leave --for out, and name the dialect: --dialect"
-        raise InputError(fault.code, f"{fault.tensor}: {fault.detail}", step, fault.tensor)
+        words = shell_line("--dialect", str(plan.target.dialect))
+        step = f"Complete the source; or leave --for out, and give {words}."
+        code = "config-size" if fault.code == "config-size" else "module-missing"
+        raise InputError(code, f"{fault.tensor}: {fault.detail}", step, fault.tensor)
     engine, version = parse_engine(asked_engine)
     try:
         _judge_plan(engine, version, plan, checkpoint)

@@ -399,6 +399,7 @@ def _widen_dtypes(config: dict[str, object], dtype: str) -> dict[str, object]:
         for key, value in config.items()
     }
     for key in ("dtype", "torch_dtype"):
-        if config.get(key) in known - {dtype}:
+        value = config.get(key)  # transformers takes one for each of several parts, too
+        if isinstance(value, str) and value in known and value != dtype:
             widened[key] = FLOAT_TYPES["F32"].config_name
     return widened

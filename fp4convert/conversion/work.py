@@ -74,17 +74,15 @@ def _prepare_pipeline(
     from fp4convert.conversion.diffusers import PipelineConversion, component_options
     from fp4convert.planning.tensor_parallel import OPTION
 
-    one = {
-        ("adapter-option", "--lora"): options.lora,
-        ("pad-option", OPTION): options.pad_for_tp,
-        ("target-pipeline", "a size that is asked for"): is_fitted,
-    }
-    for (code, reason), value in one.items():
-        if value:
-            source.stop()
-            detail = f"{options.source} is a pipeline of several checkpoints; expected one"
-            step = f"Name one: {shell_line('--subfolder', next(iter(components)))}"
-            raise InputError(code, f"{detail}, for {reason}", step)
+    if options.lora or options.pad_for_tp or is_fitted:
+        source.stop()
+        detail = f"{options.source} is a pipeline of several checkpoints; expected one, for"
+        step = f"Name one: {shell_line('--subfolder', next(iter(components)))}"
+        if options.lora:
+            raise InputError("adapter-option", f"{detail} --lora", step)
+        if options.pad_for_tp:
+            raise InputError("pad-option", f"{detail} {OPTION}", step)
+        raise InputError("target-pipeline", f"{detail} a size that is asked for", step)
     conversions = {}
     for name, component in components.items():
         with named(name):

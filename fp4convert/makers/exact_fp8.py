@@ -1,4 +1,4 @@
-"""Turn MXFP4 and MXFP8 into FP8 under one power of two for each block of rows and columns.
+"""Turn MXFP4 and MXFP8 into FP8 blocks under powers of two.
 
 A value of either format is an E4M3 number times a power of two. Under a scale that is a power of
 two, E4M3 holds it again, unless it is more than 2^17 times smaller than the largest of its block.
@@ -61,7 +61,7 @@ class ExactFp8(Eight):
 
 
 def powers_of_two(amax: Float32s) -> Float32s:
-    """Return the scale of each block by its largest magnitude, as the formula says."""
+    """Return the power of two of each block by its largest magnitude."""
     fraction, exponent = np.frexp(amax)
     highest, of_highest = np.frexp(np.float32(E4M3_MAX))
     exponents = exponent - of_highest + (fraction > highest)
@@ -71,7 +71,7 @@ def powers_of_two(amax: Float32s) -> Float32s:
 
 
 def make(unit: Unit) -> ExactFp8:
-    """Make the maker of a matrix whose scales of blocks are powers of two already."""
+    """Make the maker of a matrix of MXFP4 or MXFP8."""
     (stem,), (linear,) = unit.stems, unit.linears.values()
     rule = unit.target.rule_for(unit.form.format)
     return ExactFp8(stem, linear, Spelling(str(unit.target.dialect), unit.form), rule)

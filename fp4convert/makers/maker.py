@@ -71,14 +71,13 @@ class Maker(Protocol):
     """Writes the bytes of one scale group in a shard, one stack or one tensor.
 
     The repr of a maker is its part of the key of its task: equal reprs promise equal bytes. A field
-    that has no repr (an open artifact, the factors of an adapter) needs a hash beside it. Most
-    makers read each tensor once: that is what the defaults say.
+    that has no repr (an open artifact, the factors of an adapter) needs a hash beside it. The
+    defaults are those of a maker that reads its tensors once, and measures none.
     """
 
     @property
     def reads(self) -> tuple[TensorRef, ...]:
         """List the tensors whose bytes go into the result, of any shard."""
-        return ()
 
     @property
     def measures(self) -> tuple[TensorRef, ...]:
@@ -97,11 +96,11 @@ class Maker(Protocol):
 
     @property
     def carries(self) -> bool:
-        """Tell whether it takes codes over, or casts them; both are counted after a run."""
+        """Tell whether it takes over or casts codes, which a run counts."""
         return False
 
     def casts(self, source: Source) -> Iterable[Cast]:
-        """Count the blocks of each module that is cast; reads its weights once more."""
+        """Count the blocks of cast modules; reads their weights again."""
         return ()
 
     def parts(self, tools: Tools) -> Parts:

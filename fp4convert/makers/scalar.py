@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fp4convert.checkpoint.dialects.tables import encode_scalar
 from fp4convert.makers.maker import Maker, Parts, Tools
+from fp4convert.storage.safetensors import TensorRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,10 @@ class Scalar(Maker):
 
     name: str
     value: float
+
+    @property
+    def reads(self) -> tuple[TensorRef, ...]:
+        return ()
 
     def parts(self, tools: Tools) -> Parts:
         yield self.name, encode_scalar(self.value)

@@ -80,7 +80,8 @@ def _take_one(options: "AccessOptions", each: Declared, given: Reference) -> Ref
     longest = max(len(os.fsencode(part)) for part in text.split("/"))
     if longest > LONGEST_NAME and each.name != "output":  # of an output, whoever makes it tells
         found = f"{text[:60]}... has a name of more than {LONGEST_NAME} bytes"
-        code, step = ("no-source", "") if is_argument else ("usage", f"Check {flag}.")
+        code = "no-source" if is_argument else "usage"
+        step = "" if is_argument else f"Check {flag}."
         raise InputError(code, f"{found}, more than disks allow", step)
     if each.name == "subfolder":
         return _take_subfolder(text)

@@ -73,7 +73,7 @@ def notes_on(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def find_faults_of(checkpoint: Checkpoint, linears: Linears, recipe: Recipe) -> list[Finding]:
-    """Return what `inspect` will find in the result, because the source has it.
+    """Return the faults of a source that `inspect` will find in the result.
 
     Raises  what judge_source raises
     """

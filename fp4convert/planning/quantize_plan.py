@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fp4convert.checkpoint.dialects.base import Dialect, Ignored
+from fp4convert.checkpoint.dialects.base import Dialect, Ignored, Traits
 from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
@@ -114,10 +114,9 @@ def plan_quantize(
 ) -> Plan:
     """Plan the checkpoint in the recipe's format and dialect.
 
-    linears  of the checkpoint
-    Raises   InputError for stacks of experts with an unknown layout, for forms without a place in
-             the dialect, for modules without an input scale or a given global scale, or where an
-             output would take the name of another tensor
+    Raises  InputError for stacks of experts with an unknown layout, for forms without a place in
+            the dialect, for modules without an input scale or a given global scale, or where an
+            output would take the name of another tensor
     """
     dialect = dialect_to_write(recipe.target)
     refuse_other_container(checkpoint, dialect, str(recipe.target.dialect))
@@ -125,7 +124,6 @@ def plan_quantize(
     verdicts = decide(linears, recipe, dialect)
     fed = find_fed(verdicts, recipe, dialect)
     inputs, notes = scales_of(fed, scalars.inputs) if fed else ({}, [])
-    notes = [*notes, *judge_scales(fed, inputs, scalars.inputs, scalars.calibration)]
     amaxes, more = _amaxes(verdicts, scalars.weights, recipe)
     # a step for every tensor, and its place
     units = Units(verdicts, dialect, recipe.target, inputs, amaxes)
@@ -138,12 +136,8 @@ def plan_quantize(
     outputs = refuse_collisions(tasks)
     _refuse_lookalikes(outputs, dialect, units.shapes)
     left_out = list_left_out(linears, outputs)
-    homes = {module: linear.home for module, linear in linears.of.items()}
-    refuse_forgotten(checkpoint.tensors, tasks, left_out, homes)
+    refuse_forgotten(checkpoint.tensors, tasks, left_out, linears.homes)
     # For the records and for people.
-    kept, asked = kept_modules(tasks), _asked_for(verdicts, recipe)
-    packed = {module: each.form for module, each in verdicts.items() if each.form}
-    shapes = {module: verdicts[module].linear.shape for module in packed}
     warnings = (
         *notes_on(checkpoint),
         *notes_on_adapter(linears, checkpoint, recipe.target, scalars.calibration),
@@ -151,26 +145,38 @@ def plan_quantize(
         *([INPUTS_TOO] if dialect.TRAITS.correction else uneven_groups(verdicts, recipe, tasks)),
         *warnings_on_four_bits(verdicts, recipe),
         *of_other_types(tasks),
-        *chain(notes, more, scalars.cache.notes),
+        *chain(notes, judge_scales(fed, inputs, scalars.inputs, scalars.calibration)),
+        *chain(more, scalars.cache.notes),
         *note_left_behind(
             linears, tasks, has_scalars, scalars.inputs is UNIT_SCALE, scalars.cache.own
         ),
         *note_unchanged(verdicts, recipe),
-        *note_unread(shapes, packed, recipe, checkpoint.config, dialect.TRAITS),
+        *_note_unread(verdicts, recipe, checkpoint.config, dialect.TRAITS),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
         *(f"{fault.tensor}: {fault.detail}" for fault in faults),
         *linears.notes,
     )
     idle = (*find_idle(recipe, checkpoint, linears, verdicts), *idle_keep_dtype(recipe, tasks))
-    ignored = _ignore(kept, asked, verdicts, recipe)
     return Plan(
-        *(recipe.target, tuple(tasks), ignored, warnings, _stack_rules(linears, recipe)),
+        recipe.target,
+        tuple(tasks),
+        _ignore(kept_modules(tasks), _asked_for(verdicts, recipe), verdicts, recipe),
+        warnings,
+        _stack_rules(linears, recipe),
         idle=idle,
         excluded=len(sift(recipe.exclude, verdicts)),
         left_out=left_out,
         faults=tuple(faults),
         **_added(linears, scalars, every),
     )
+
+
+def _note_unread(
+    verdicts: Mapping[str, Verdict], recipe: Recipe, config: Mapping[str, object], traits: Traits
+) -> Iterator[str]:
+    packed = {module: each.form for module, each in verdicts.items() if each.form}
+    shapes = {module: verdicts[module].linear.shape for module in packed}
+    return note_unread(shapes, packed, recipe, config, traits)
 
 
 def _added(linears: Linears, scalars: Scalars, drafts: Sequence[Draft]) -> dict[str, Any]:

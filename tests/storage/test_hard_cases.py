@@ -383,6 +383,7 @@ def test_a_value_beyond_bf16_is_not_written_as_inf(tmp_path):
         ("float16", "bf16", "float32"),
         ("bfloat16", "fp32", "float32"),
         ("float32", "bf16", "float32"),
+        ({"vision_config": "bfloat16"}, "bf16", {"vision_config": "bfloat16"}),
     ],
 )
 def test_the_declared_dtype_holds_the_restored_weights(declared, dtype, expected, tmp_path):

@@ -196,13 +196,15 @@ class Fp8Table:
         shape: tuple[int, ...],
         form: Form,
         panels: Iterable[tuple[memoryview, memoryview]],
-        input_scale: float = 1.0,
+        input_scale: float | None = None,
     ) -> Iterator[Part]:
         """Yield bytes to append to outputs, by name.
 
         panels  pairs of stored codes of whole rows and stored scales; either may be empty
         """
         if self.input_scale and self.has_input_scale(form):
+            if input_scale is None:
+                raise RuntimeError(f"{stem} has no input scale")
             yield stem + self.input_scale, encode_scalar(input_scale)
         if self.mark:
             ending, data = self.mark(form)
