@@ -106,7 +106,7 @@ def app(args, standalone_mode):
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     print("waiting", flush=True)
     threading.Event().wait()
-cli.make_app = lambda called: app
+cli.make_app = lambda called, is_list: app
 fp4convert.__main__.main()
 """
 

@@ -64,10 +64,11 @@ def _declare_options(
     pass
 
 
-def make_app(called: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
+def make_app(called: Collection[str] = tuple(COMMANDS), is_list: bool = True) -> typer.Typer:
     """Build the command line of all commands.
 
-    called  the commands that need their options; without them the rest takes a tenth of the time
+    called   the commands that need their options; without them the rest takes a tenth of the time
+    is_list  the help of each command may be shown
     """
     app = typer.Typer(
         cls=PlainGroup,
@@ -78,10 +79,10 @@ def make_app(called: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
     )
     app.callback()(_declare_options)
     for name, command in COMMANDS.items():
-        function = command.for_typer() if name in called else lambda: None
-        app.command(
-            name, cls=PlainCommand, help=getdoc(command.options), rich_help_panel=command.panel
-        )(function)
+        is_asked = name in called
+        function = command.for_typer() if is_asked else lambda: None
+        words = getdoc(command.options) if is_asked or is_list else None
+        app.command(name, cls=PlainCommand, help=words, rich_help_panel=command.panel)(function)
     return app
 
 
@@ -97,7 +98,9 @@ def main() -> None:
             is_bare = not given and not _is_completing()
             _refuse_empty(given, called)
             with uncovered(), redirect_stdout(sys.stderr) if is_bare else nullcontext():
-                code = make_app(called)(args=arguments, standalone_mode=False)
+                code = make_app(called, arguments[:1] != [*called])(
+                    args=arguments, standalone_mode=False
+                )
             sys.exit(InputError.exit_code if is_bare else code)
         except Fp4Error as error:
             failure = _find_limit(error.__cause__) or error

@@ -1,45 +1,35 @@
 """List the commands: options, work and drawing, loaded when one runs."""
 
 from fp4convert.cli.options import Command
-from fp4convert.options.looking import (
-    AnalyzeOptions,
-    AttestOptions,
-    DoctorOptions,
-    ExplainOptions,
-    InspectOptions,
-    RecipesOptions,
-    ReproduceOptions,
-    VerifyOptions,
-)
-from fp4convert.options.measuring import CalibrateOptions, CompareOptions, EvaluateOptions
-from fp4convert.options.rewriting import (
-    DequantizeOptions,
-    MergeOptions,
-    PruneOptions,
-    TranscodeOptions,
-)
-from fp4convert.options.writing import QuantizeOptions
 
 # Of a command that only looks, a person is not asked how the Hub is read.
 LOOKING = frozenset({"memory"})
 CONVERT, CHECK, PREPARE, HELP = "Convert", "Check", "Prepare", "Help"
 COMMANDS: dict[str, Command] = {  # in the order and under the headings of --help
     "quantize": Command(
-        QuantizeOptions,
+        "writing:QuantizeOptions",
         CONVERT,
         "commands.convert:quantize",
         "draw_results:draw_result",
         preview="commands.convert:preview_quantize",
     ),
     "dequantize": Command(
-        DequantizeOptions, CONVERT, "commands.convert:dequantize", "draw_results:draw_result"
+        "rewriting:DequantizeOptions",
+        CONVERT,
+        "commands.convert:dequantize",
+        "draw_results:draw_result",
     ),
     "transcode": Command(
-        TranscodeOptions, CONVERT, "commands.convert:transcode", "draw_results:draw_result"
+        "rewriting:TranscodeOptions",
+        CONVERT,
+        "commands.convert:transcode",
+        "draw_results:draw_result",
     ),
-    "merge": Command(MergeOptions, CONVERT, "commands.convert:merge", "draw_results:draw_merged"),
+    "merge": Command(
+        "rewriting:MergeOptions", CONVERT, "commands.convert:merge", "draw_results:draw_merged"
+    ),
     "inspect": Command(
-        InspectOptions,
+        "looking:InspectOptions",
         CHECK,
         "commands.quality:inspect",
         "draw_quality:draw_artifact",
@@ -47,7 +37,7 @@ COMMANDS: dict[str, Command] = {  # in the order and under the headings of --hel
         hidden=LOOKING,
     ),
     "verify": Command(
-        VerifyOptions,
+        "looking:VerifyOptions",
         CHECK,
         "commands.quality:verify",
         "draw_quality:draw_verification",
@@ -55,7 +45,7 @@ COMMANDS: dict[str, Command] = {  # in the order and under the headings of --hel
         hidden=LOOKING,
     ),
     "compare": Command(
-        CompareOptions,
+        "measuring:CompareOptions",
         CHECK,
         "commands.quality:compare",
         "draw_quality:draw_comparison",
@@ -63,7 +53,7 @@ COMMANDS: dict[str, Command] = {  # in the order and under the headings of --hel
         hidden=LOOKING,
     ),
     "reproduce": Command(
-        ReproduceOptions,
+        "looking:ReproduceOptions",
         CHECK,
         "commands.reproduction:reproduce",
         "draw_results:draw_reproduced",
@@ -71,33 +61,38 @@ COMMANDS: dict[str, Command] = {  # in the order and under the headings of --hel
         hidden=frozenset({"force"}),
     ),
     "attest": Command(
-        AttestOptions, CHECK, "commands.attestation:attest", "draw_results:draw_attested"
+        "looking:AttestOptions", CHECK, "commands.attestation:attest", "draw_results:draw_attested"
     ),
     "evaluate": Command(
-        EvaluateOptions,
+        "measuring:EvaluateOptions",
         CHECK,
         "commands.evaluation:evaluate",
         "draw_quality:draw_evaluation",
         verdict="passed",
     ),
     "analyze": Command(
-        AnalyzeOptions, PREPARE, "commands.quality:analyze", "draw_quality:draw_study"
+        "looking:AnalyzeOptions", PREPARE, "commands.quality:analyze", "draw_quality:draw_study"
     ),
     "calibrate": Command(
-        CalibrateOptions, PREPARE, "commands.calibration:calibrate", "draw_quality:draw_calibrated"
+        "measuring:CalibrateOptions",
+        PREPARE,
+        "commands.calibration:calibrate",
+        "draw_quality:draw_calibrated",
     ),
     "prune": Command(
-        PruneOptions,
+        "rewriting:PruneOptions",
         PREPARE,
         "commands.convert:prune",
         "draw_results:draw_result",
         preview="commands.convert:preview_prune",
     ),
     "recipes": Command(
-        RecipesOptions, HELP, "commands.reference:recipes", "draw_results:draw_recipes"
+        "looking:RecipesOptions", HELP, "commands.reference:recipes", "draw_results:draw_recipes"
     ),
     "explain": Command(
-        ExplainOptions, HELP, "commands.reference:explain", "draw_results:draw_explained"
+        "looking:ExplainOptions", HELP, "commands.reference:explain", "draw_results:draw_explained"
     ),
-    "doctor": Command(DoctorOptions, HELP, "cli.doctor:doctor", "draw_results:draw_examination"),
+    "doctor": Command(
+        "looking:DoctorOptions", HELP, "cli.doctor:doctor", "draw_results:draw_examination"
+    ),
 }

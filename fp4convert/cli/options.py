@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
 from inspect import Parameter, Signature
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -60,7 +60,8 @@ PLAN = "draw_plan:draw_plan"  # of a dry run
 class Command:
     """A command of the command line.
 
-    options  the class whose fields are its options, and whose docstring is its help
+    asks     the class whose fields are its options, and whose docstring is its help: MODULE:NAME
+             below fp4convert.options, loaded where it is used
     panel    its heading in the list of commands
     work     its function, MODULE:NAME below fp4convert, loaded when the command runs
     draw     the function of cli/ that shows its document to a person
@@ -69,13 +70,18 @@ class Command:
     hidden   options for Python alone
     """
 
-    options: type[Any]
+    asks: str
     panel: str
     work: str
     draw: str
     preview: str = ""
     verdict: str = ""
     hidden: frozenset[str] = frozenset()
+
+    @property
+    def options(self) -> type[Any]:
+        loaded: Any = _load(f"options.{self.asks}")
+        return cast("type[Any]", loaded)
 
     def declared(self) -> list[Declared]:
         """Return all options: its own, then those of every command."""

@@ -131,13 +131,15 @@ def chosen_adapter(
     lora: Reference | Iterable[Reference] | None, scale: float | None, access: "Access"
 ) -> "Adapter | None":
     """Open the adapter, if any; InputError for a scale without one."""
-    from fp4convert.checkpoint.adapters.peft import open_adapter
-
     given = one_adapter(lora)
     if not given and scale is not None:
         detail = "--lora-scale is given, and no adapter; expected --lora ADAPTER"
         raise InputError("usage", detail, "Name the adapter, or leave --lora-scale out.")
-    return open_adapter(given[0], 1.0 if scale is None else scale, access) if given else None
+    if not given:
+        return None
+    from fp4convert.checkpoint.adapters.peft import open_adapter
+
+    return open_adapter(given[0], 1.0 if scale is None else scale, access)
 
 
 def check_word(option: str, word: str | None, known: Sequence[str], code: str) -> None:

@@ -436,7 +436,7 @@ class Cleared:
 def app(args, standalone_mode):
     Cleared()
     time.sleep(3600)
-cli.make_app = lambda called: app
+cli.make_app = lambda called, is_list: app
 fp4convert.__main__.main()
 """
 

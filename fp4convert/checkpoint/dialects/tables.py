@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 from fp4convert.checkpoint.dialects.forms import Form, Granularity, granularity_word
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FP8, INT4, Format, Kind
-from fp4convert.numerics.low_rank import Correction
 from fp4convert.numerics.matrices import Blocks, Fetched, Quantized, Span
 from fp4convert.storage.safetensors import SHAPES, TensorRef, TensorSpec
+
+if TYPE_CHECKING:
+    from fp4convert.numerics.low_rank import Correction
 
 SMALLEST_SCALE = 2.0**-126  # smallest normal float32; its reciprocal is one too
 Read = Callable[[str], Span]

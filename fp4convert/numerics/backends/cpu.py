@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +26,8 @@ from fp4convert.numerics.codec import (
     global_scale_of,
     weigh,
 )
-from fp4convert.numerics.descent import check_shapes, panel_rows, room_nbytes
 from fp4convert.numerics.formats import CODES, ROW_SUMS, Format
 from fp4convert.numerics.fp8_int import Grid, amax_fp8, decode_fp8, grid_shape
-from fp4convert.numerics.low_rank import Pulls
 from fp4convert.numerics.matrices import (
     PANEL_ELEMENTS,
     Blocks,
@@ -41,6 +40,9 @@ from fp4convert.numerics.matrices import (
 )
 from fp4convert.numerics.value_checks import check_range
 from fp4convert.process import cpu_library, instruction_set, processors
+
+if TYPE_CHECKING:
+    from fp4convert.numerics.low_rank import Pulls
 
 # Of a panel's codes and scales, and of a copy of it where a shard leaves it unaligned.
 PANEL_ELEMENT_NBYTES = 4
@@ -299,6 +301,8 @@ class Cpu:
 
     def descend(self, x: Float32s, q: Quantized, h: Float32s, passes: int) -> Quantized:
         """Find codes and scales that cost less; equals descent.descend."""
+        from fp4convert.numerics.descent import check_shapes, panel_rows, room_nbytes
+
         check_shapes(x, q, h)
         (rows, columns), width = x.shape, h.shape[1]
         room = np.empty(room_nbytes(width) + 64, np.uint8)
