@@ -148,7 +148,7 @@ def _holds_adapters(adapted: Iterable[str], config: Mapping[str, object]) -> boo
     As Phi-4-multimodal's has. Its code names them; PEFT calls that of a fine-tuning "default".
     """
     adapters = {match[1] for name in adapted if (match := _ADAPTER_NAME.search(name))}
-    is_own = "auto_map" in config or config.get("model_type") in HOLD_ADAPTERS
+    is_own = "auto_map" in config or str(config.get("model_type")) in HOLD_ADAPTERS
     return is_own and bool(adapters) and PEFT_DEFAULT not in adapters
 
 
@@ -166,7 +166,7 @@ def _find_wrapped(names: list[str], config: Mapping[str, object]) -> Misnamed | 
             for name, words in wrapped.items()
             if is_whole or not SHARED.keys() >= set(words)
         }
-    elif config.get("model_type") in {*HOLD_MODULES, None}:
+    elif (model := config.get("model_type")) is None or str(model) in HOLD_MODULES:
         wrapped = {
             name: words
             for name, words in wrapped.items()

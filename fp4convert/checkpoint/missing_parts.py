@@ -51,7 +51,18 @@ WHOLE = frozenset(  # what every config.json of such a model names
         *("num_attention_heads", "vocab_size"),
     }
 )
+EMBEDDING = "embed_tokens"  # of a plain decoder
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj"})
+# Families whose class has a head_dim of its own where config.json states none.
+OWN_HEAD_DIM = frozenset(
+    {
+        *("ernie4_5", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "helium", "ministral3"),
+        *("qwen3", "seed_oss"),
+    }
+)
+SQUARE_OUTPUT = frozenset({"helium"})  # families whose o_proj is hidden x hidden
+NO_WEIGHTS = re.compile(r"\brotary_emb$")  # modules with buffers that engines compute
+LEFT_OUT = ": engines leave it out"
 COUNT_DIGITS = 9  # of a size in config.json
 _PLACE = re.compile(
     r"(?:model\.)?(?:layers\.(?P<layer>[0-9]{1,9})\.)?(?:self_attn|mlp|)\.?(?P<rest>.*)"
@@ -83,15 +94,20 @@ def judge_source(
 ) -> list[Finding]:
     """Find the faults of a source, which its result will have.
 
-    Raises  InputError for sizes that config.json contradicts, except where a model has code of its
-            own
+    Raises  InputError for matrices that config.json contradicts, except where a model has code of
+            its own
     """
     faults = list(find_faults(modules, shapes, config, recipe))
-    odd = [fault for fault in faults if fault.code == "config-size"]
+    odd = [one for one in faults if one.code == "config-size" and not one.detail.endswith(LEFT_OUT)]
     if odd and "auto_map" not in config:
-        next_step = "Take config.json from the model that these weights belong to."
+        next_step = "Take config.json from the model of these weights, or correct its number."
         raise InputError("config-size", odd[0].detail, next_step, odd[0].tensor)
     return faults
+
+
+def fault_text(fault: Finding) -> str:
+    """Return the words of a fault with the name of its module."""
+    return fault.detail if str(fault.tensor) in fault.detail else f"{fault.tensor}: {fault.detail}"
 
 
 def find_missing(
@@ -165,7 +181,7 @@ def _missing_parts(
     for stack, layers in stacks.items():
         if is_plain and stack in DECODER_STACKS:
             yield from _missing_in_decoder(stack, layers, config)
-            yield from _missing_norm(stack, layers, config, modules)
+            yield from _missing_beside(stack, layers, config, modules)
         else:
             yield from _missing_in_one(stack, layers)
 
@@ -186,7 +202,10 @@ def _missing_in_decoder(
     common = {
         part
         for part, found in counts.items()
-        if 2 * found >= len(layers) and part not in parents and not MAY_DIFFER.search(part)
+        if 2 * found >= len(layers)
+        and part not in parents
+        and not MAY_DIFFER.search(part)
+        and not NO_WEIGHTS.search(part)
     }
     of_mlp = {at: frozenset(filter(MAY_DIFFER.search, own)) for at, own in layers.items()}
     kinds = Counter(of_mlp.values())
@@ -198,12 +217,15 @@ def _missing_in_decoder(
             yield f"{stack}.{at}.{part}", "it is missing, and other layers have one"
 
 
-def _missing_norm(
+def _missing_beside(
     stack: str, layers: _Parts, config: Mapping[str, object], modules: Collection[str]
 ) -> Iterator[_Lost]:
-    """Find whether a plain decoder that generates lacks its last norm."""
+    """Find whether a plain decoder lacks its embedding, or one that generates its last norm."""
     name, above = _class_of(config), stack.removesuffix("layers")
     beside = {module[len(above) :] for module in modules if module.startswith(above)}
+    ties = config.get(TIED) is not False
+    if EMBEDDING not in beside and not (ties and not HEADS.isdisjoint(modules)):
+        yield f"{above}{EMBEDDING}", "the embedding is missing"
     has_norms = any("norm" in part for own in layers.values() for part in own)
     if has_norms and not beside & FINAL_NORMS and (not name or name.endswith(GENERATING)):
         yield f"{above}norm", "the norm behind the last layer is missing"
@@ -239,11 +261,11 @@ def _missing_experts(
     # Several numbers are of several kinds of mixtures.
     count = found[0] if len(set(map(str, found))) == 1 and type(found[0]) is int else 0
     for mixture, experts in mixtures.items():
-        numbers = range(max(count, max(experts) + 1))
+        total = max(count, max(experts) + 1)
         projections = set[str]().union(*experts.values())
-        if missing := _missing_of(numbers, experts):
+        if missing := _missing_of(range(total), experts):
             first = f"{mixture}{EXPERTS}{missing[0]}"
-            detail = f"{_count(missing, 'expert')} of {len(numbers)} in {mixture} missing"
+            detail = f"{_count(missing, 'expert')} of {total} in {mixture} missing"
             yield first, detail
         for number, own in experts.items():
             if lacks := sorted(projections - own):
@@ -301,6 +323,7 @@ class _Numbers(NamedTuple):
     mlp: tuple[str, int] | None
     expert: tuple[str, int] | None
     queries: tuple[str, int] | None
+    attended: tuple[str, int] | None  # columns of o_proj
     keys: tuple[str, int] | None
 
 
@@ -330,7 +353,7 @@ def find_odd_sizes(
         if layers and layer >= layers and "layers" not in told:
             told.add("layers")
             detail = f"config.json has num_hidden_layers {layers}, and there is a layer {layer}"
-            yield Finding("error", "config-size", module, f"{detail}: engines leave it out")
+            yield Finding("error", "config-size", module, detail + LEFT_OUT)
         sizes = of_experts if EXPERTS in f".{rest}" else plain
         if name not in sizes or "shared" in rest:
             continue
@@ -373,7 +396,7 @@ def _sizes_of(numbers: _Numbers, inner: tuple[str, int] | None) -> dict[str, Siz
         "q_proj": (numbers.queries, hidden),
         "k_proj": (numbers.keys, hidden),
         "v_proj": (numbers.keys, hidden),
-        "o_proj": (hidden, numbers.queries),
+        "o_proj": (hidden, numbers.attended),
         "gate_proj": (inner, hidden),
         "up_proj": (inner, hidden),
         "down_proj": (hidden, inner),
@@ -382,17 +405,22 @@ def _sizes_of(numbers: _Numbers, inner: tuple[str, int] | None) -> dict[str, Siz
 
 def _read(config: Mapping[str, object]) -> _Numbers:
     hidden, heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
-    head = _int(config, "head_dim") or (hidden // heads if hidden and heads else None)
+    model, head = str(config.get("model_type")), _int(config, "head_dim")
+    if not head and hidden and heads and model not in OWN_HEAD_DIM:
+        head = hidden // heads
     by_head = f"x head_dim {head}"
     pairs = _int(config, "num_key_value_heads")
     mlp = _named(config, "intermediate_size")
+    of_heads = f"num_attention_heads {heads} {by_head}"
+    queries = (of_heads, heads * head) if heads and head else None
     return _Numbers(
         _named(config, "hidden_size"),
         _named(config, "vocab_size"),
         _named(config, "draft_vocab_size") or _named(config, "vocab_size"),
         mlp,
         _named(config, "moe_intermediate_size") or mlp,
-        (f"num_attention_heads {heads} {by_head}", heads * head) if heads and head else None,
+        queries,
+        _named(config, "hidden_size") if model in SQUARE_OUTPUT else queries,
         (f"num_key_value_heads {pairs} {by_head}", pairs * head) if pairs and head else None,
     )
 

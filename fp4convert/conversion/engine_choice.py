@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.checkpoint.dialects.target_forms import usual_activations
+from fp4convert.checkpoint.missing_parts import fault_text
 from fp4convert.conversion.quantize import prepare_quantize
 from fp4convert.conversion.request import take_apart
 from fp4convert.engines.files import Engine, parse_engine
@@ -277,7 +278,7 @@ def check_plan(
         words = shell_line("--dialect", str(plan.target.dialect))
         step = f"Complete the source; or leave --for out, and give {words}."
         code = "config-size" if fault.code == "config-size" else "module-missing"
-        raise InputError(code, f"{fault.tensor}: {fault.detail}", step, fault.tensor)
+        raise InputError(code, fault_text(fault), step, fault.tensor)
     engine, version = parse_engine(asked_engine)
     try:
         _judge_plan(engine, version, plan, checkpoint)

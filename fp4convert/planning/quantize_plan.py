@@ -17,6 +17,7 @@ from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
 from fp4convert.checkpoint.linears import Linears
+from fp4convert.checkpoint.missing_parts import fault_text
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.activation_scales import (
@@ -153,7 +154,7 @@ def plan_quantize(
         *note_unchanged(verdicts, recipe),
         *_note_unread(verdicts, recipe, checkpoint.config, dialect.TRAITS),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
-        *(f"{fault.tensor}: {fault.detail}" for fault in faults),
+        *map(fault_text, faults),
         *linears.notes,
     )
     idle = (*find_idle(recipe, checkpoint, linears, verdicts), *idle_keep_dtype(recipe, tasks))

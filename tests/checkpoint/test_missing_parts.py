@@ -28,7 +28,7 @@ def layers(*numbers, stack="model.layers"):
 def decoder(count):
     parts = ("input_layernorm", "self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")
     modules = {f"model.layers.{at}.{part}" for at in range(count) for part in parts}
-    return modules | {"model.norm", "lm_head"}
+    return modules | {"model.norm", "lm_head", "model.embed_tokens"}
 
 
 def experts(*numbers, layer=0, leaves="gate up down"):
@@ -37,6 +37,22 @@ def experts(*numbers, layer=0, leaves="gate up down"):
         for number in numbers
         for leaf in leaves.split()
     }
+
+
+def test_buffers_of_some_layers_are_no_parts():
+    some = {f"model.layers.{at}.self_attn.rotary_emb" for at in range(3)}
+    assert missing(decoder(4) | some, PLAIN) == []
+
+
+def test_a_plain_decoder_has_an_embedding():
+    modules = decoder(4) - {"model.embed_tokens"}
+    assert missing(modules, PLAIN) == ["model.embed_tokens"]
+    assert missing(modules, {**PLAIN, "tie_word_embeddings": True}) == []  # lm_head has it
+
+
+def test_a_count_of_experts_beyond_any_size_is_a_count():
+    huge = {**MOE, "num_experts": 10**25}
+    assert missing(experts(0, 1) | layers(0, 1), huge) == ["model.layers.0.mlp.experts.2"]
 
 
 def missing(modules, config):

@@ -170,7 +170,9 @@ def change_config(source, folder, **changes):
     return folder
 
 
-@pytest.mark.parametrize(("change", "words"), SIZES)
+@pytest.mark.parametrize(
+    ("change", "words"), [case for case in SIZES if "num_hidden_layers" not in case[0]]
+)
 def test_quantize_refuses_the_sizes_that_inspect_finds(change, words, artifacts, tmp_path):
     source = change_config(artifacts / "m", tmp_path / "m", **change)
     ended = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json")
@@ -178,6 +180,34 @@ def test_quantize_refuses_the_sizes_that_inspect_finds(change, words, artifacts,
     assert ended.json["error"]["code"] == "config-size"
     assert words in ended.json["error"]["message"]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("model_type", sorted(DECODERS))
+def test_a_config_without_head_dim_has_the_sizes_that_its_class_makes(model_type):
+    """As configs written by hand: transformers' class knows the size where none is stated."""
+    config_class = type(model_of(model_type).config)
+    stated = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 32}
+    stated |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    rows = 4 * (getattr(config_class(**stated), "head_dim", None) or 96 // 4)
+    shapes = {"model.layers.0.self_attn.q_proj": (rows, 96)}
+    assert list(find_odd_sizes(shapes, {**stated, "model_type": model_type})) == []
+
+
+@pytest.mark.parametrize("kind", [["x"], {}, None, 3])
+def test_a_model_type_that_is_no_word_is_no_family(kind, artifacts, tmp_path):
+    source = change_config(artifacts / "m", tmp_path / "m", model_type=kind)
+    assert run("quantize", source, "--format", "nvfp4", "--dry-run", "-q").code == 0
+
+
+def test_more_layers_than_config_counts_are_warned_of(artifacts, tmp_path):
+    """transformers leaves them out, and loads the others."""
+    source = change_config(artifacts / "m", tmp_path / "m", num_hidden_layers=1)
+    ended = run("quantize", source, "--format", "nvfp4", "--dry-run", "--json")
+    assert ended.code == 0
+    assert any(
+        "there is a layer 1: engines leave it out" in line for line in ended.json["warnings"]
+    )
 
 
 def test_sizes_of_a_model_with_its_own_code_are_warned_of(artifacts, tmp_path):
