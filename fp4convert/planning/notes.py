@@ -155,6 +155,15 @@ def note_unread(
         yield f"{modules[0]} is {what}{others}"
 
 
+def note_unread_of(
+    verdicts: Mapping[str, Verdict], recipe: Recipe, config: Mapping[str, object], traits: Traits
+) -> Iterator[str]:
+    """Name modules of a plan that engines do not read quantized."""
+    forms = {module: each.form for module, each in verdicts.items() if each.form}
+    shapes = {module: verdicts[module].linear.shape for module in forms}
+    return note_unread(shapes, forms, recipe, config, traits)
+
+
 def note_unchanged(verdicts: Mapping[str, Verdict], recipe: Recipe) -> Iterator[str]:
     """Note --via without effect, and a plan without quantized modules."""
     made = [verdict for verdict in verdicts.values() if verdict.is_made]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fp4convert.checkpoint.dialects.base import Dialect, Ignored, Traits
+from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
@@ -50,7 +50,7 @@ from fp4convert.planning.notes import (
     note_left_behind,
     note_stacks,
     note_unchanged,
-    note_unread,
+    note_unread_of,
     notes_on,
     notes_on_adapter,
 )
@@ -152,7 +152,7 @@ def plan_quantize(
             linears, tasks, has_scalars, scalars.inputs is UNIT_SCALE, scalars.cache.own
         ),
         *note_unchanged(verdicts, recipe),
-        *_note_unread(verdicts, recipe, checkpoint.config, dialect.TRAITS),
+        *note_unread_of(verdicts, recipe, checkpoint.config, dialect.TRAITS),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
         *map(fault_text, faults),
         *linears.notes,
@@ -170,14 +170,6 @@ def plan_quantize(
         faults=tuple(faults),
         **_added(linears, scalars, every),
     )
-
-
-def _note_unread(
-    verdicts: Mapping[str, Verdict], recipe: Recipe, config: Mapping[str, object], traits: Traits
-) -> Iterator[str]:
-    packed = {module: each.form for module, each in verdicts.items() if each.form}
-    shapes = {module: verdicts[module].linear.shape for module in packed}
-    return note_unread(shapes, packed, recipe, config, traits)
 
 
 def _added(linears: Linears, scalars: Scalars, drafts: Sequence[Draft]) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from family import build
 from meta_models import default_model, model_classes, model_of
 from tiny_models import make_qwen3_moe, read_json, read_tensors
 
-from fp4convert.checkpoint.missing_parts import DECODERS, WHOLE, find_missing
+from fp4convert.checkpoint.config_sizes import WHOLE
+from fp4convert.checkpoint.misnamed import DECODERS
+from fp4convert.checkpoint.missing_parts import find_missing
 from fp4convert.recipes.recipe import model_recipe
 
 LLAMA = {
