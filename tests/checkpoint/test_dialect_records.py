@@ -465,7 +465,7 @@ def test_tensors_of_fp8_modules(name, activations, granularity, scales, bits):
     table = dialect_named(name).TRAITS.fp8
     assert table is not None
     panels = [(memoryview(b"ab"), memoryview(b"1234")), (memoryview(b"c"), memoryview(b""))]
-    parts = list(table.encode("m", (200, 320), form, panels))
+    parts = list(table.encode("m", (200, 320), form, panels, 1.0))
     ones = [("m.input_scale", bytes.fromhex("0000803f"))] if inputs else []
     if name == "comfy":
         ones = [("m.comfy_quant", b'{"format":"float8_e4m3fn"}')]

@@ -13,7 +13,6 @@ from cpu_levels import unaligned_bytes
 from ptx import SOURCE_OR_PTX, every_backend
 
 from fp4convert.numerics import codec, descent
-from fp4convert.numerics.backends import cpu
 from fp4convert.numerics.formats import MXFP4, NVFP4
 from fp4convert.numerics.matrices import Quantized
 
@@ -66,7 +65,7 @@ def test_every_level_gives_the_bytes_of_the_reference(fmt, rows, columns, width,
 
 @BOTH
 def test_rows_are_taken_in_panels(fmt, levels, monkeypatch):
-    monkeypatch.setattr(cpu, "panel_rows", lambda width: 16)
+    monkeypatch.setattr(descent, "panel_rows", lambda width: 16)
     x = np.random.default_rng(0).standard_normal((50, 96), dtype=np.float32)
     check(levels, x, codec.quantize(x, fmt, "mse"), second_moments(3, 32, 1), 3)
 
