@@ -68,7 +68,10 @@ def find_odd_sizes(
         return
     numbers, told, layers = _read(config), set[str](), _int(config, "num_hidden_layers")
     doubled = _read_twice(shapes, numbers.hidden)
-    plain, of_experts = _sizes_of(numbers, numbers.mlp), _sizes_of(numbers, numbers.expert)
+    plain, of_experts = (
+        _expected_sizes(numbers, numbers.mlp),
+        _expected_sizes(numbers, numbers.expert),
+    )
     for module, shape in shapes.items():
         found = _PLACE.fullmatch(module)
         if not found or len(shape) != 2:
@@ -108,7 +111,7 @@ def _read_twice(
     return None if shapes[JOINT][-1] == both[1] else both
 
 
-def _sizes_of(numbers: _Numbers, inner: tuple[str, int] | None) -> dict[str, Sizes]:
+def _expected_sizes(numbers: _Numbers, inner: tuple[str, int] | None) -> dict[str, Sizes]:
     """Return rows and columns of matrices by the last part of their names.
 
     inner  rows of gate and up

@@ -53,13 +53,13 @@ def own_card(source: Source) -> frozenset[str]:
     return frozenset({CARD} if is_ours or _EVALUATED.fullmatch(text) else ())
 
 
-def taken_along(source: Source, plan: Plan, is_part: bool) -> dict[str, Any]:
+def describe_extras(source: Source, plan: Plan, is_part: bool) -> dict[str, Any]:
     """Return the fields of a Result on a merged adapter and on carried blocks.
 
     is_part  of several processes: only the whole knows of carried blocks
     """
     facts: dict[str, Any] = {"adapter": describe_adapter(plan)} if plan.adapter else {}
-    if is_part or not any(step.action == "transcode" or step.maker.carries for step in plan.steps):
+    if is_part or not any(step.maker.carries for step in plan.steps):
         return facts
     from fp4convert.conversion.carried_blocks import describe_carried
 

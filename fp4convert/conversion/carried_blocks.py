@@ -88,7 +88,7 @@ def taken_over(plan: Plan, has_inputs: bool) -> Iterator[CarriedModule]:
                 yield CarriedModule(module, blocks, scale)
 
 
-def casts_of(plan: Plan, source: Source) -> dict[str, Cast]:
+def count_casts(plan: Plan, source: Source) -> dict[str, Cast]:
     """Count the blocks of every module that is cast, by module."""
     makers = {id(step.maker): step.maker for step in plan.steps}
     return {cast.module: cast for maker in makers.values() for cast in maker.casts(source)}
@@ -108,7 +108,7 @@ def describe_carried(
     lossy    modules that are cast, with blocks that change; blocks, kept_blocks count those of all
     """
     kind = dialect_named(str(plan.target.dialect)).TRAITS.global_scale_kind
-    is_draft, casts = model_recipe(source.checkpoint.config).is_draft, casts_of(plan, source)
+    is_draft, casts = model_recipe(source.checkpoint.config).is_draft, count_casts(plan, source)
     modules = [*taken_over(plan, has_inputs=order is not None)]
     if order is not None:
         place = {module: number for number, module in enumerate(order)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from fp4convert.conversion.artifact_job import artifact_job, taken_along
+from fp4convert.conversion.artifact_job import artifact_job, describe_extras
 from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.recorded_options import refuse_harmed
 from fp4convert.conversion.request import Request
@@ -68,7 +68,7 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     _prove_scales(plan, settings)
     with method_for(plan.target, FORMATS[plan.target.format]).working():
         result = carry_out(artifact_job(source, plan), tools, output, settings)
-    return replace(result, **taken_along(source, plan, is_part=settings.share is not None))
+    return replace(result, **describe_extras(source, plan, is_part=settings.share is not None))
 
 
 def _prove_scales(plan: Plan, settings: Settings) -> None:

@@ -44,7 +44,7 @@ class ExactFp8(Eight):
         amax = passes.block_amaxes(weights, block)
         if not np.isfinite(amax).all():
             raise not_finite()
-        return powers_of_two(amax)
+        return choose_powers(amax)
 
     def casts(self, source: Source) -> Iterator[Cast]:
         weights = self.linear.coding.weights(self.linear, source)
@@ -60,7 +60,7 @@ class ExactFp8(Eight):
         yield Cast(self.linear.module, scales.size, kept)
 
 
-def powers_of_two(amax: Float32s) -> Float32s:
+def choose_powers(amax: Float32s) -> Float32s:
     """Return the power of two of each block by its largest magnitude."""
     fraction, exponent = np.frexp(amax)
     highest, of_highest = np.frexp(np.float32(E4M3_MAX))

@@ -96,11 +96,11 @@ class Maker(Protocol):
 
     @property
     def carries(self) -> bool:
-        """Tell whether it takes over or casts codes, which a run counts."""
+        """Return whether it keeps or casts codes, which are counted after a run."""
         return False
 
     def casts(self, source: Source) -> Iterable[Cast]:
-        """Count the blocks of cast modules; reads their weights again."""
+        """Count the blocks of modules that are cast; reads them again."""
         return ()
 
     def parts(self, tools: Tools) -> Parts:

@@ -72,7 +72,7 @@ def notes_on(checkpoint: Checkpoint) -> Iterator[str]:
         )
 
 
-def find_faults_of(checkpoint: Checkpoint, linears: Linears, recipe: Recipe) -> list[Finding]:
+def judge_checkpoint(checkpoint: Checkpoint, linears: Linears, recipe: Recipe) -> list[Finding]:
     """Return the faults of a source that `inspect` will find in the result.
 
     Raises  what judge_source raises
@@ -155,7 +155,7 @@ def note_unread(
         yield f"{modules[0]} is {what}{others}"
 
 
-def note_unread_of(
+def note_unread_verdicts(
     verdicts: Mapping[str, Verdict], recipe: Recipe, config: Mapping[str, object], traits: Traits
 ) -> Iterator[str]:
     """Name modules of a plan that engines do not read quantized."""

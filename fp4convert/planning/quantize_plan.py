@@ -46,11 +46,11 @@ from fp4convert.planning.kept_dtype import (
 from fp4convert.planning.no_effect import find_idle
 from fp4convert.planning.notes import (
     NO_CONFIG,
-    find_faults_of,
+    judge_checkpoint,
     note_left_behind,
     note_stacks,
     note_unchanged,
-    note_unread_of,
+    note_unread_verdicts,
     notes_on,
     notes_on_adapter,
 )
@@ -121,13 +121,13 @@ def plan_quantize(
     """
     dialect = dialect_to_write(recipe.target)
     refuse_other_container(checkpoint, dialect, str(recipe.target.dialect))
-    faults = find_faults_of(checkpoint, linears, recipe)
+    faults = judge_checkpoint(checkpoint, linears, recipe)
     verdicts = decide(linears, recipe, dialect)
     fed = find_fed(verdicts, recipe, dialect)
     inputs, notes = scales_of(fed, scalars.inputs) if fed else ({}, [])
     amaxes, more = _amaxes(verdicts, scalars.weights, recipe)
     # a step for every tensor, and its place
-    units = Units(verdicts, dialect, recipe.target, inputs, amaxes)
+    units = Units(verdicts, dialect, recipe.target, inputs=inputs, amaxes=amaxes)
     linears = replace(linears, vectors=_vectors_of(linears, verdicts, dialect, checkpoint))
     drafts = _drafts_by_shard(checkpoint, linears, units, recipe, scalars.cache)
     writing = Writing(checkpoint, recipe.target, dialect)
@@ -152,7 +152,7 @@ def plan_quantize(
             linears, tasks, has_scalars, scalars.inputs is UNIT_SCALE, scalars.cache.own
         ),
         *note_unchanged(verdicts, recipe),
-        *note_unread_of(verdicts, recipe, checkpoint.config, dialect.TRAITS),
+        *note_unread_verdicts(verdicts, recipe, checkpoint.config, dialect.TRAITS),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
         *map(fault_text, faults),
         *linears.notes,

@@ -35,6 +35,7 @@ class Units:
         verdicts: Mapping[str, Verdict],
         dialect: Dialect,
         target: Target,
+        *,
         inputs: Mapping[str, float],
         amaxes: Mapping[str, float],
     ) -> None:

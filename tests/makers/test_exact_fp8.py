@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoints import bf16, run, weight, write_single
 
-from fp4convert.makers.exact_fp8 import powers_of_two
+from fp4convert.makers.exact_fp8 import choose_powers
 
 torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
@@ -92,7 +92,7 @@ def test_another_source_or_granularity_is_rounded_by_its_amax(tmp_path):
 def test_the_scale_is_the_least_power_of_two_that_holds_the_largest(amax, scale):
     import numpy as np
 
-    assert powers_of_two(np.array([[amax]], np.float32)).tolist() == [[scale]]
+    assert choose_powers(np.array([[amax]], np.float32)).tolist() == [[scale]]
 
 
 def test_values_far_below_the_largest_of_a_block_are_counted_as_lost(tmp_path):

@@ -195,6 +195,25 @@ def test_a_config_without_head_dim_has_the_sizes_that_its_class_makes(model_type
     assert list(find_odd_sizes(shapes, {**stated, "model_type": model_type})) == []
 
 
+def test_the_output_of_attention_is_square_in_helium():
+    """Also where its heads are wider than hidden_size: as transformers makes it."""
+    import torch
+    import transformers
+
+    sizes = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 32}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48}
+    config = transformers.HeliumConfig(**sizes, pad_token_id=0)
+    with torch.device("meta"):
+        model = transformers.HeliumForCausalLM(config)
+    matrices = {
+        name.removesuffix(WEIGHT): tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name.endswith(WEIGHT) and tensor.dim() == 2
+    }
+    assert list(find_odd_sizes(matrices, config.to_dict())) == []
+    assert list(find_odd_sizes(matrices, {**config.to_dict(), "model_type": "llama"}))
+
+
 @pytest.mark.parametrize("kind", [["x"], {}, None, 3])
 def test_a_model_type_that_is_no_word_is_no_family(kind, artifacts, tmp_path):
     source = change_config(artifacts / "m", tmp_path / "m", model_type=kind)
