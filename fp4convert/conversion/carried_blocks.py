@@ -116,8 +116,7 @@ def describe_carried(
     rounded = []
     for module, stored, input_scale in modules:
         scalars = (stored.global_scale, input_scale)
-        is_other_kind = module not in casts and kind and kind != stored.kind
-        if is_other_kind and not all(map(is_reversible, scalars)):
+        if kind and kind != stored.kind and not all(map(is_reversible, scalars)):
             rounded.append(module)
     known = [one.module for one in modules]
     lossy = [name for name in known if name in casts and casts[name].is_lossy]

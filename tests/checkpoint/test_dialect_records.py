@@ -467,6 +467,9 @@ def test_tensors_of_fp8_modules(name, activations, granularity, scales, bits):
     panels = [(memoryview(b"ab"), memoryview(b"1234")), (memoryview(b"c"), memoryview(b""))]
     parts = list(table.encode("m", (200, 320), form, panels, 1.0))
     ones = [("m.input_scale", bytes.fromhex("0000803f"))] if inputs else []
+    if inputs:  # nothing is 1 because nobody says it
+        with pytest.raises(RuntimeError, match="no input scale"):
+            list(table.encode("m", (200, 320), form, panels))
     if name == "comfy":
         ones = [("m.comfy_quant", b'{"format":"float8_e4m3fn"}')]
     expected = [*ones, ("m.weight", b"ab"), ("m.weight_scale", b"1234"), ("m.weight", b"c")]
