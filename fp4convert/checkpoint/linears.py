@@ -21,6 +21,7 @@ from fp4convert.checkpoint.dialects.base import Clues
 from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.encodings.base import CACHE_SCALES, PACKED_DTYPE, Linear
 from fp4convert.checkpoint.encodings.floats import find_floats
+from fp4convert.checkpoint.missing_parts import Judgement, judge_names
 from fp4convert.checkpoint.record import stacks_recorded
 from fp4convert.checkpoint.unread import find_beside, find_unread, is_coded, refuse_unsaid
 from fp4convert.errors import InputError
@@ -30,7 +31,7 @@ from fp4convert.recipes.patterns import configs_in
 from fp4convert.recipes.recipe import Recipe, model_recipe
 from fp4convert.recipes.rules import FoldUse, is_expert_stack
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef
-from fp4convert.storage.source import Source
+from fp4convert.storage.source import Checkpoint, Source
 
 if TYPE_CHECKING:
     from fp4convert.checkpoint.adapters.peft import Adapter
@@ -52,6 +53,7 @@ class Linears:
     renamed  prefix of the adapter's names, and of the model's
     folds    places of factors that weights hold, those of the source first
     notes    what a person should know of these
+    judged   what names and sizes say of the source
     """
 
     of: Mapping[str, Linear]
@@ -62,6 +64,7 @@ class Linears:
     renamed: tuple[str, str] = ("", "")
     folds: tuple[FoldUse, ...] = ()
     notes: tuple[str, ...] = ()
+    judged: Judgement = field(default_factory=Judgement)
 
     @property
     def is_packed(self) -> bool:
@@ -109,7 +112,25 @@ def find_linears(source: Source, recipe: Recipe) -> Linears:
     if not source.is_streamed:  # a request each on the Hub; there the run checks
         for linear in linears.of.values():
             linear.coding.check(linear, source)
-    return linears
+    if any(shard.frame.container != "safetensors" for shard in source.checkpoint.shards):
+        return linears  # GGUF has names of its own
+    return replace(linears, judged=_judge(source.checkpoint, linears, recipe))
+
+
+def _judge(checkpoint: Checkpoint, linears: Linears, recipe: Recipe) -> Judgement:
+    """Judge a source by its names and sizes, as `inspect` will judge the result."""
+    consumed = linears.consumed()
+    kept = [ref for ref in checkpoint.tensors if ref.name not in consumed]
+    names = dict.fromkeys(ref.name for ref in kept)
+    for module, linear in linears.of.items():
+        is_stored = linear.stack is not None and not linear.coding.is_packed
+        names[linear.home.name if is_stored else module + WEIGHT] = None
+    shapes = {module: linear.shape for module, linear in linears.of.items()} | {
+        ref.name.removesuffix(WEIGHT): ref.shape
+        for ref in kept
+        if ref.name.endswith(WEIGHT) and ref.dtype in FLOAT_TYPES
+    }
+    return judge_names(names, shapes, checkpoint.config, recipe)
 
 
 def linears_of(

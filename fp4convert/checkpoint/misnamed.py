@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+from fp4convert.checkpoint.architectures import Architecture, find_architecture
 from fp4convert.errors import InputError, shell_line
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Checkpoint, Source
 
-# Plain decoders of transformers: class and file name their layers model.layers.N, or layers.N
-# where the class has no head (tests/checkpoint/test_misnamed.py asks transformers).
+# Families of plain decoders, in which a few numbers of config.json give every size.
 DECODERS = frozenset(
     {
         *("llama", "mistral", "mixtral", "ministral3", "qwen2", "qwen3", "qwen2_moe"),
@@ -28,15 +30,11 @@ DECODERS = frozenset(
         *("cohere2", "helium", "arcee", "glm", "glm4", "ernie4_5", "exaone4", "apertus"),
     }
 )
-# Those that name them transformer.h.N, or h.N.
-GPT_DECODERS = frozenset(
-    {"gpt2", "gptj", "gpt_neo", "gpt_bigcode", "bloom", "falcon", "codegen"},
-)
-STACKS = ("model.layers.", "layers.")
-GPT_STACKS = ("transformer.h.", "h.")
 CLASS = re.compile(
     r"(\w+?)(ForCausalLM|LMHeadModel|ForSequenceClassification|ForTokenClassification|Model)"
 )
+OWN_CODE = "auto_map"  # in config.json: classes of Python code beside the weights
+OF_MLX = "quantization"  # in config.json: names are those of mlx-lm's classes
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 
 # Words of wrappers, wherever they stand in a name, and whose they are.
@@ -131,9 +129,9 @@ def refuse_misnamed(source: Source, reference: str) -> None:
 def _find_adapted(names: list[str], config: Mapping[str, object]) -> Misnamed | None:
     """Find a layer of PEFT whose base and factors are apart."""
     adapted = _find_words(names, ADAPTED)
-    if _decoder_stacks(config):  # whose classes have no such parameter; loralib's layers have
-        ends = ((name, name.rpartition(".")[2]) for name in names)
-        adapted |= {name: [end] for name, end in ends if end in FACTORS}
+    ends = {name: end for name in names if (end := name.rpartition(".")[2]) in FACTORS}
+    if ends and (known := _class_of(config, names)):  # of loralib's layers, and not of the class
+        adapted |= {name: [end] for name, end in ends.items() if not known.places(name)}
     if not adapted or _holds_adapters(adapted, config):
         return None
     name, words = next(iter(adapted.items()))
@@ -148,7 +146,7 @@ def _holds_adapters(adapted: Iterable[str], config: Mapping[str, object]) -> boo
     As Phi-4-multimodal's has. Its code names them; PEFT calls that of a fine-tuning "default".
     """
     adapters = {match[1] for name in adapted if (match := _ADAPTER_NAME.search(name))}
-    is_own = "auto_map" in config or str(config.get("model_type")) in HOLD_ADAPTERS
+    is_own = OWN_CODE in config or str(config.get("model_type")) in HOLD_ADAPTERS
     return is_own and bool(adapters) and PEFT_DEFAULT not in adapters
 
 
@@ -156,7 +154,7 @@ def _find_wrapped(names: list[str], config: Mapping[str, object]) -> Misnamed | 
     """Find a word of torch.compile, FSDP, DDP or PEFT in names."""
     makers = {**WRAPPERS, **SHARED}
     wrapped = _find_words(names, makers)
-    if "auto_map" in config:
+    if OWN_CODE in config:
         # Its code may have such modules; a class with the name of transformers' own has none
         # around everything.
         starts = tuple(f"{word}." for word in SHARED)
@@ -193,27 +191,23 @@ def _find_words(names: list[str], words: Collection[str]) -> dict[str, list[str]
 
 def _find_other(names: list[str], config: Mapping[str, object]) -> Misnamed | None:
     """Find that a model has no layer where its class has them all."""
-    stacks = _decoder_stacks(config)
-    if not stacks or not names or is_draft_head(names):
+    known = _class_of(config, names)
+    stacks = [prefix for prefix in known.kinds if prefix] if known else []
+    if known is None or not stacks or not names or is_draft_head(names):
         return None
-    if any(name.startswith(stacks) for name in names):
+    modules = (name.rpartition(".")[0] for name in names)
+    both = chain(names, (module + WEIGHT for module in modules))  # a packed layer has no weight
+    if any(place.prefix for name in both for place in known.places(name)):
         return None
-    detail = f"the class in config.json, {_class_of(config)}, has layers {stacks[0]}N, and no name"
-    detail += f" of {len(names)} begins so: engines leave out what their class does not have"
+    layers = stacks[0].removesuffix(".").replace("#", "N")
+    detail = f"the class in config.json, {known.name}, has layers {layers}, and no name of"
+    detail += f" {len(names)} is that of one: engines leave out what their class does not have"
     return Misnamed(names[0], detail, is_wrapped=False)
 
 
-def _decoder_stacks(config: Mapping[str, object]) -> tuple[str, ...]:
-    """Return how names of layers begin in a plain decoder's class.
-
-    () for every other class, for code of a model's own, and where config.json counts no layers.
-    """
-    model = str(config.get("model_type"))
-    counts = [config[key] for key in LAYER_COUNTS if key in config]
-    is_counted = bool(counts) and type(counts[0]) is int and counts[0] > 0
-    if "auto_map" in config or not is_counted or not _is_named_after_model(config):
-        return ()
-    return STACKS if model in DECODERS else GPT_STACKS if model in GPT_DECODERS else ()
+def _class_of(config: Mapping[str, object], names: list[str]) -> Architecture | None:
+    """Return the class of a model without code of its own, if a table has it."""
+    return None if OWN_CODE in config or OF_MLX in config else find_architecture(config, names)
 
 
 def _is_named_after_model(config: Mapping[str, object]) -> bool:
@@ -221,17 +215,13 @@ def _is_named_after_model(config: Mapping[str, object]) -> bool:
 
     Qwen2MoeForCausalLM of qwen2_moe; Gemma3ForCausalLM and Gemma3TextModel of gemma3_text.
     """
-    if not (match := CLASS.fullmatch(_class_of(config))):
+    classes = config.get("architectures")
+    name = str(classes[0]) if isinstance(classes, list) and len(classes) == 1 else ""
+    if not (match := CLASS.fullmatch(name)):
         return False
     words = (match[1], str(config.get("model_type")))
     stem, wanted = (word.lower().replace("_", "").removesuffix("text") for word in words)
     return stem == wanted
-
-
-def _class_of(config: Mapping[str, object]) -> str:
-    """Return the only class in config.json; "" for none or several."""
-    classes = config.get("architectures")
-    return str(classes[0]) if isinstance(classes, list) and len(classes) == 1 else ""
 
 
 def _strip_line(source: Source, reference: str, words: Iterable[str]) -> str:

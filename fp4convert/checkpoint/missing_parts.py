@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import islice
+from typing import NamedTuple
 
-from fp4convert.checkpoint.config_sizes import LEFT_OUT, find_odd_sizes, is_plain_decoder
-from fp4convert.checkpoint.misnamed import LAYER_COUNTS
+from fp4convert.checkpoint.architectures import Architecture, class_outside, find_architecture
+from fp4convert.checkpoint.config_sizes import LEFT_OUT, find_odd_sizes
+from fp4convert.checkpoint.explained import WEIGHTLESS, Explained, Lost, Unexplained, explain
+from fp4convert.checkpoint.misnamed import LAYER_COUNTS, OF_MLX, OWN_CODE
 from fp4convert.errors import Finding, InputError
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import TEXT_CONFIGS, configs_in
@@ -29,54 +31,87 @@ HEADS = frozenset(
     }
 )
 GENERATING = ("ForCausalLM", "ForConditionalGeneration")  # classes with a head
-# Of a plain decoder: how its layers are named, and the norm behind them.
-DECODER_STACKS, FINAL_NORMS = ("layers", "model.layers"), frozenset({"norm", "final_layernorm"})
 MIXTURE = EXPERTS.removesuffix(".")  # how the part ends that all experts are together
-MAY_DIFFER = re.compile(r"(mlp|moe|experts)\b")  # from one of its layers to the next
 FEWEST_PARTS = 3  # of most layers, by which they are told from other numbered parts
 FEWEST_ALIKE = 3  # layers from which a single other one is told
 DIGITS = 18  # of a number in a name
 SHOWN = 5  # missing numbers in a message
-WEIGHTLESS = ": engines refuse it, or compute with what was in memory before"
 _Parts = dict[int, set[str]]  # of each layer of a stack, or of each expert
-_Lost = tuple[str, str]  # a module that is not there, and what is said of it
-EMBEDDING = "embed_tokens"  # of a plain decoder
-NO_WEIGHTS = re.compile(r"\brotary_emb$")  # modules with buffers that engines compute
 
 
-def find_faults(
-    modules: Collection[str],
+class Judgement(NamedTuple):
+    """What the names and sizes of a checkpoint say of it.
+
+    faults       missing modules, and sizes that config.json contradicts
+    unexplained  tensors that the class in config.json does not have
+    note         that the class is in no table; "" where it is, or where none is named
+    architecture  the class, if a table has it and the names are its
+    """
+
+    faults: tuple[Finding, ...] = ()
+    unexplained: tuple[Unexplained, ...] = ()
+    note: str = ""
+    architecture: Architecture | None = None
+
+    @property
+    def findings(self) -> list[Finding]:
+        """List everything as findings of `inspect`."""
+        strange = [Finding("warning", "unexplained", *one) for one in self.unexplained]
+        note = [Finding("note", "class-unknown", None, self.note)] if self.note else []
+        return [*self.faults, *strange, *note]
+
+    def refuse_odd_sizes(self, config: Mapping[str, object]) -> None:
+        """Raise InputError for matrices that config.json contradicts.
+
+        Code of a model's own may have other sizes.
+        """
+        odd = [one for one in self.faults if one.code == "config-size"]
+        odd = [one for one in odd if not one.detail.endswith(LEFT_OUT)]
+        if odd and OWN_CODE not in config:
+            next_step = "Take config.json from the model of these weights, or correct its number."
+            raise InputError("config-size", odd[0].detail, next_step, odd[0].tensor)
+
+
+def judge_names(
+    names: Collection[str],
     shapes: Mapping[str, tuple[int, ...]],
     config: Mapping[str, object],
     recipe: Recipe,
-) -> Iterator[Finding]:
-    """Find missing modules, and sizes that config.json contradicts.
+) -> Judgement:
+    """Judge a checkpoint by the class in its config.json.
 
-    modules  every module with a tensor, quantized or kept
+    names    of tensors: those that no encoding has taken, and MODULE.weight of each packed one
     shapes   module -> (rows, columns) of its matrix
     config   config.json; may be empty
     """
-    yield from find_missing(modules, config, recipe)
-    yield from find_odd_sizes(shapes, config)
+    modules = {name.rpartition(".")[0] for name in names}
+    odd = tuple(find_odd_sizes(shapes, config))
+    architecture, explained = explain_by_class(names, config, recipe)
+    lost = _find_lost(modules, config, recipe, explained)
+    faults = [Finding("error", "module-missing", one.name, one.detail + WEIGHTLESS) for one in lost]
+    if explained:
+        return Judgement((*faults, *odd), explained.unexplained, "", architecture)
+    note = ""
+    if (name := class_outside(config)) and not is_draft_head(modules):
+        note = f"{name} is in no table of model classes: names and shapes alone decide"
+    return Judgement((*faults, *odd), note=note)
 
 
-def judge_source(
-    modules: Collection[str],
-    shapes: Mapping[str, tuple[int, ...]],
-    config: Mapping[str, object],
-    recipe: Recipe,
-) -> list[Finding]:
-    """Find the faults of a source, which its result will have.
+def explain_by_class(
+    names: Collection[str], config: Mapping[str, object], recipe: Recipe
+) -> tuple[Architecture | None, Explained | None]:
+    """Hold names against the class in config.json; None where no table has it.
 
-    Raises  InputError for matrices that config.json contradicts, except where a model has code of
-            its own
+    A model with code of its own, or a draft head, is held against a class only if all fits.
     """
-    faults = list(find_faults(modules, shapes, config, recipe))
-    odd = [one for one in faults if one.code == "config-size" and not one.detail.endswith(LEFT_OUT)]
-    if odd and "auto_map" not in config:
-        next_step = "Take config.json from the model of these weights, or correct its number."
-        raise InputError("config-size", odd[0].detail, next_step, odd[0].tensor)
-    return faults
+    architecture = None if OF_MLX in config else find_architecture(config, names)
+    if architecture is None or not names:
+        return None, None
+    explained = explain(names, architecture, recipe)
+    is_other = OWN_CODE in config or is_draft_head({name.rpartition(".")[0] for name in names})
+    if is_other and (explained.unexplained or explained.lost):
+        return None, None
+    return architecture, explained
 
 
 def fault_text(fault: Finding) -> str:
@@ -84,14 +119,13 @@ def fault_text(fault: Finding) -> str:
     return fault.detail if str(fault.tensor) in fault.detail else f"{fault.tensor}: {fault.detail}"
 
 
-def find_missing(
-    modules: Collection[str], config: Mapping[str, object], recipe: Recipe
-) -> Iterator[Finding]:
-    """Find the modules of a model that an artifact lacks.
-
-    modules  every module with a tensor, quantized or kept
-    config   config.json; may be empty
-    """
+def _find_lost(
+    modules: Collection[str],
+    config: Mapping[str, object],
+    recipe: Recipe,
+    explained: Explained | None,
+) -> list[Lost]:
+    """Find the modules of a model that a checkpoint lacks."""
     stacks = defaultdict[str, _Parts](lambda: defaultdict(set))
     mixtures = defaultdict[str, _Parts](lambda: defaultdict(set))
     split_mixture = cache(_split_at_number)  # which has hundreds of modules
@@ -108,19 +142,24 @@ def find_missing(
             stack, layer, part = _split_at_number(module)
         if layer >= 0 and stack.rpartition(".")[2] in STACKS:
             stacks[stack][layer].add(part)
-    lost = [
-        *_missing_layers(stacks, config, recipe),
-        *_missing_experts(mixtures, config, recipe),
-        *_missing_head(modules, config),
-        *_missing_parts(stacks, config, modules),
-    ]
-    for first, detail in lost:
-        yield Finding("error", "module-missing", first, detail + WEIGHTLESS)
+    lost = [*_missing_layers(stacks, config, recipe), *_missing_experts(mixtures, config, recipe)]
+    if explained:
+        return lost + [one for one in explained.lost if not _is_said(one.name, lost)]
+    lost += _missing_head(modules, config)
+    if not any(UNEVEN_LAYERS in one for one in configs_in(config)) and not is_draft_head(modules):
+        lost += [
+            each for stack, layers in stacks.items() for each in _missing_in_one(stack, layers)
+        ]
+    return lost
+
+
+def _is_said(name: str, lost: Iterable[Lost]) -> bool:
+    return any(name == one.name or name.startswith(f"{one.name}.") for one in lost)
 
 
 def _missing_layers(
     stacks: Mapping[str, _Parts], config: Mapping[str, object], recipe: Recipe
-) -> Iterator[_Lost]:
+) -> Iterator[Lost]:
     if any(UNEVEN_LAYERS in one for one in configs_in(config)):
         return
     text = next((config[name] for name in TEXT_CONFIGS if name in config), config)
@@ -133,7 +172,8 @@ def _missing_layers(
         if sorted(map(len, found.values()))[len(found) // 2] < FEWEST_PARTS:
             continue
         if missing := _missing_of(range(first, max(found)), found):
-            yield f"{stack}.{missing[0]}", f"{_count(missing, 'layer')} of {stack} missing"
+            detail = f"{_count(missing, 'layer')} of {stack} missing"
+            yield Lost(f"{stack}.{missing[0]}", detail)
     texts = {
         stack: max(found) + 1
         for stack, found in stacks.items()
@@ -142,70 +182,10 @@ def _missing_layers(
     if texts and max(texts.values()) < expected:
         stack = max(texts, key=lambda name: texts[name])
         detail = f"config.json has {expected} layers, and {stack} ends after {texts[stack]}"
-        yield f"{stack}.{texts[stack]}", detail
+        yield Lost(f"{stack}.{texts[stack]}", detail)
 
 
-def _missing_parts(
-    stacks: Mapping[str, _Parts], config: Mapping[str, object], modules: Collection[str]
-) -> Iterator[_Lost]:
-    """Find modules that a layer lacks and other layers have."""
-    if any(UNEVEN_LAYERS in one for one in configs_in(config)) or is_draft_head(modules):
-        return
-    is_plain = is_plain_decoder(config) and "auto_map" not in config  # which is code of its own
-    for stack, layers in stacks.items():
-        if is_plain and stack in DECODER_STACKS:
-            yield from _missing_in_decoder(stack, layers, config)
-            yield from _missing_beside(stack, layers, config, modules)
-        else:
-            yield from _missing_in_one(stack, layers)
-
-
-def _missing_in_decoder(
-    stack: str, layers: _Parts, config: Mapping[str, object]
-) -> Iterator[_Lost]:
-    """Find modules that layers of a plain decoder lack.
-
-    All layers have the same norms and attention, and all parts of their kind of mlp (in models of
-    transformers; tests/checkpoint/test_missing_parts.py asks them). Modules of few layers are
-    extras, such as a buffer or an adapter. Layers beyond the count draft tokens.
-    """
-    count = config[LAYER_COUNTS[0]]
-    layers = {at: own for at, own in layers.items() if type(count) is int and at < count}
-    counts = Counter(part for own in layers.values() for part in own)
-    parents = {part.rpartition(".")[0] for part in counts}  # which may hold parameters in a few
-    common = {
-        part
-        for part, found in counts.items()
-        if 2 * found >= len(layers)
-        and part not in parents
-        and not MAY_DIFFER.search(part)
-        and not NO_WEIGHTS.search(part)
-    }
-    of_mlp = {at: frozenset(filter(MAY_DIFFER.search, own)) for at, own in layers.items()}
-    kinds = Counter(of_mlp.values())
-    for at, own in sorted(layers.items()):
-        mlp = of_mlp[at]
-        wholes = [kind for kind in kinds if mlp and mlp < kind and kinds[kind] >= kinds[mlp]]
-        whole = max(wholes, key=len, default=mlp)
-        for part in sorted(common - own | whole - mlp):
-            yield f"{stack}.{at}.{part}", "it is missing, and other layers have one"
-
-
-def _missing_beside(
-    stack: str, layers: _Parts, config: Mapping[str, object], modules: Collection[str]
-) -> Iterator[_Lost]:
-    """Find a lack of the embedding or the last norm in a plain decoder."""
-    name, above = _class_of(config), stack.removesuffix("layers")
-    beside = {module[len(above) :] for module in modules if module.startswith(above)}
-    ties = config.get(TIED) is not False
-    if EMBEDDING not in beside and not (ties and not HEADS.isdisjoint(modules)):
-        yield f"{above}{EMBEDDING}", "the embedding is missing"
-    has_norms = any("norm" in part for own in layers.values() for part in own)
-    if has_norms and not beside & FINAL_NORMS and (not name or name.endswith(GENERATING)):
-        yield f"{above}norm", "the norm behind the last layer is missing"
-
-
-def _missing_in_one(stack: str, layers: _Parts) -> Iterator[_Lost]:
+def _missing_in_one(stack: str, layers: _Parts) -> Iterator[Lost]:
     """Find the only layer that lacks a module, if it lacks no other.
 
     The first and the last layer of a model may lack modules: the first of ModernBERT has no norm,
@@ -224,12 +204,13 @@ def _missing_in_one(stack: str, layers: _Parts) -> Iterator[_Lost]:
     number, part = fewer[0]
     # Not a parameter that a module with others in it has in some layers.
     if not any(each.startswith(f"{part}.") for each in common):
-        yield f"{stack}.{number}.{part}", f"it is missing, and {count} other layers have one"
+        detail = f"it is missing, and {count} other layers have one"
+        yield Lost(f"{stack}.{number}.{part}", detail)
 
 
 def _missing_experts(
     mixtures: Mapping[str, _Parts], config: Mapping[str, object], recipe: Recipe
-) -> Iterator[_Lost]:
+) -> Iterator[Lost]:
     keys = recipe.experts[0].counts if recipe.experts else EXPERT_COUNTS
     found = [one[key] for one in configs_in(config) for key in keys if key in one]
     # Several numbers are of several kinds of mixtures.
@@ -240,25 +221,26 @@ def _missing_experts(
         if missing := _missing_of(range(total), experts):
             first = f"{mixture}{EXPERTS}{missing[0]}"
             detail = f"{_count(missing, 'expert')} of {total} in {mixture} missing"
-            yield first, detail
+            yield Lost(first, detail)
         for number, own in experts.items():
             if lacks := sorted(projections - own):
                 first = f"{mixture}{EXPERTS}{number}.{lacks[0]}"
-                yield first, f"{first} is missing, which other experts have"
+                yield Lost(first, f"{first} is missing, which other experts have")
 
 
-def _missing_head(modules: Collection[str], config: Mapping[str, object]) -> Iterator[_Lost]:
+def _missing_head(modules: Collection[str], config: Mapping[str, object]) -> Iterator[Lost]:
     ties = [one[TIED] for one in configs_in(config) if TIED in one]
-    name = _class_of(config)
+    name = class_of(config)
     if not ties or any(ties) or not name.endswith(GENERATING):
         return
     if is_draft_head(modules):  # engines lend it that of its model
         return
     if not any(HEADS.intersection(module.rsplit(".", 2)[-2:]) for module in modules):
-        yield "lm_head", f"lm_head is missing; {name} has one that is not tied to the embedding"
+        detail = f"lm_head is missing; {name} has one that is not tied to the embedding"
+        yield Lost("lm_head", detail)
 
 
-def _class_of(config: Mapping[str, object]) -> str:
+def class_of(config: Mapping[str, object]) -> str:
     """Return the name of the model's class; "" if config.json has none."""
     classes = config.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes else None

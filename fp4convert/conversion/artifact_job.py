@@ -59,7 +59,10 @@ def describe_extras(source: Source, plan: Plan, is_part: bool) -> dict[str, Any]
     is_part  of several processes: only the whole knows of carried blocks
     """
     facts: dict[str, Any] = {"adapter": describe_adapter(plan)} if plan.adapter else {}
-    if is_part or not any(step.maker.carries for step in plan.steps):
+    if is_part:
+        return facts
+    facts["unexplained"] = [one._asdict() for one in plan.judged.unexplained]
+    if not any(step.maker.carries for step in plan.steps):
         return facts
     from fp4convert.conversion.carried_blocks import describe_carried
 

@@ -107,6 +107,7 @@ def describe_plan(job: Job, settings: Settings) -> dict[str, object]:
         **describe_steps(sized),
         "left_out": describe_left_out(plan),
         "warnings": [*plan.warnings, *find_doubts(sized, plan, own)],
+        "unexplained": [one._asdict() for one in plan.judged.unexplained],
     }
 
 

@@ -273,8 +273,8 @@ def check_plan(
     """
     if asked_engine is None:
         return None
-    if plan.faults:
-        fault = plan.faults[0]
+    if faults := plan.judged.faults:
+        fault = faults[0]
         words = shell_line("--dialect", str(plan.target.dialect))
         step = f"Complete the source; or leave --for out, and give {words}."
         code = "config-size" if fault.code == "config-size" else "module-missing"

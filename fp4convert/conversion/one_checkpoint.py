@@ -126,7 +126,7 @@ class Conversion:
                 words += ["--lora", absolute(adapter) if is_absolute else adapter]
         checkpoint, folder = self.source.checkpoint, str(output)
         # Nothing here can be loaded, or engines refuse it as they do its source.
-        if self.options.no_keep or self._server is None or self.plan.faults:
+        if self.options.no_keep or self._server is None or self.plan.judged.faults:
             return [shell_line(*words)]
         config_words = self._config_words(is_absolute)
         line = serve_line(self._server, self.plan, checkpoint, folder, config_words)

@@ -111,7 +111,9 @@ class Parts(NamedTuple):
         others = {}
         for word in words:
             formats = (FormatRule(patterns, word), *recipe.formats)
-            others[word] = judge_each(chosen, replace(recipe, formats=formats), dialect)
+            others[word] = judge_each(
+                chosen, replace(recipe, formats=formats), dialect, linears.judged.architecture
+            )
         parts: dict[str, list[str]] = defaultdict(list)
         for module in own:
             parts[part_of(module, recipe)].append(module)

@@ -12,9 +12,9 @@ from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR
 from fp4convert.checkpoint.dialects.stacks import STACK_DIMENSIONS
 from fp4convert.checkpoint.encodings.base import Linear, is_fp8
 from fp4convert.checkpoint.linears import Linears
-from fp4convert.checkpoint.missing_parts import judge_source
+from fp4convert.checkpoint.missing_parts import Judgement, fault_text
 from fp4convert.checkpoint.record import ADAPTER
-from fp4convert.errors import Finding, InputError
+from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.activation_scales import describe_unit, warn_of_unit
 from fp4convert.planning.decisions import Verdict
@@ -25,7 +25,6 @@ from fp4convert.recipes.recipe import Recipe, Target
 from fp4convert.recipes.rules import is_expert_stack
 from fp4convert.recipes.unread_modules import find_unread_modules
 from fp4convert.storage.checkpoint_files import WEIGHTS
-from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Checkpoint
 
 if TYPE_CHECKING:
@@ -72,20 +71,16 @@ def notes_on(checkpoint: Checkpoint) -> Iterator[str]:
         )
 
 
-def judge_checkpoint(checkpoint: Checkpoint, linears: Linears, recipe: Recipe) -> list[Finding]:
-    """Return the faults of a source that `inspect` will find in the result.
-
-    Raises  what judge_source raises
-    """
-    consumed = linears.consumed()
-    kept = [ref for ref in checkpoint.tensors if ref.name not in consumed]
-    modules = {*linears.of, *(ref.name.rpartition(".")[0] for ref in kept)}
-    shapes = {module: linear.shape for module, linear in linears.of.items()} | {
-        ref.name.removesuffix(WEIGHT): ref.shape
-        for ref in kept
-        if ref.name.endswith(WEIGHT) and ref.dtype in FLOAT_TYPES
-    }
-    return judge_source(modules, shapes, checkpoint.config, recipe)
+def notes_on_names(judged: Judgement) -> Iterator[str]:
+    """Yield what a class says of the names, and faults that `inspect` will find in the result."""
+    if judged.note:
+        yield judged.note
+    if strange := judged.unexplained:
+        yield (
+            f"{count_text(len(strange), 'tensor')} unexplained, the first {strange[0].name!r}:"
+            f" {strange[0].reason}, and no encoding has taken it; copied as they are"
+        )
+    yield from map(fault_text, judged.faults)
 
 
 def note_stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> Iterator[str]:

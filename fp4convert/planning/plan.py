@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Group, group_modules
 from fp4convert.checkpoint.dialects.target_forms import form_of
-from fp4convert.errors import Finding, InputError
+from fp4convert.checkpoint.missing_parts import Judgement
+from fp4convert.errors import InputError
 from fp4convert.planning.steps import Draft, Shard, Step, Task, by_maker
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
@@ -59,7 +60,7 @@ class Plan:
     scalars      float32 numbers that no tensor of the source holds, by the name of their step
     amaxes       given by a file, by the name of their step
     options      options that the bytes depend on, as our record words them
-    faults       findings of `inspect` on the result that the source causes
+    judged       what names and sizes say of the source
     scale_sources  artifacts with the input scales and global scales
     """
 
@@ -79,7 +80,7 @@ class Plan:
     scale_sources: tuple[Source, ...] = ()
     scalars: tuple[tuple[str, float], ...] = ()
     amaxes: tuple[tuple[str, tuple[float, ...]], ...] = ()
-    faults: tuple[Finding, ...] = ()
+    judged: Judgement = field(default_factory=Judgement)
 
     @property
     def steps(self) -> list[Step]:

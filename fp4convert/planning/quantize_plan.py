@@ -17,7 +17,6 @@ from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
 from fp4convert.checkpoint.linears import Linears
-from fp4convert.checkpoint.missing_parts import fault_text
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.planning.activation_scales import (
@@ -46,13 +45,13 @@ from fp4convert.planning.kept_dtype import (
 from fp4convert.planning.no_effect import find_idle
 from fp4convert.planning.notes import (
     NO_CONFIG,
-    judge_checkpoint,
     note_left_behind,
     note_stacks,
     note_unchanged,
     note_unread_verdicts,
     notes_on,
     notes_on_adapter,
+    notes_on_names,
 )
 from fp4convert.planning.plan import Plan, Writing, refuse_collisions
 from fp4convert.planning.steps import (
@@ -121,7 +120,7 @@ def plan_quantize(
     """
     dialect = dialect_to_write(recipe.target)
     refuse_other_container(checkpoint, dialect, str(recipe.target.dialect))
-    faults = judge_checkpoint(checkpoint, linears, recipe)
+    linears.judged.refuse_odd_sizes(checkpoint.config)
     verdicts = decide(linears, recipe, dialect)
     fed = find_fed(verdicts, recipe, dialect)
     inputs, notes = scales_of(fed, scalars.inputs) if fed else ({}, [])
@@ -154,7 +153,7 @@ def plan_quantize(
         *note_unchanged(verdicts, recipe),
         *note_unread_verdicts(verdicts, recipe, checkpoint.config, dialect.TRAITS),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
-        *map(fault_text, faults),
+        *notes_on_names(linears.judged),
         *linears.notes,
     )
     idle = (*find_idle(recipe, checkpoint, linears, verdicts), *idle_keep_dtype(recipe, tasks))
@@ -167,7 +166,6 @@ def plan_quantize(
         idle=idle,
         excluded=len(sift(recipe.exclude, verdicts)),
         left_out=left_out,
-        faults=tuple(faults),
         **_added(linears, scalars, every),
     )
 
@@ -177,6 +175,7 @@ def _added(linears: Linears, scalars: Scalars, drafts: Sequence[Draft]) -> dict[
     sources = (scalars.inputs.source, scalars.weights.source if scalars.weights else None)
     return {
         "adapter": linears.adapter,
+        "judged": linears.judged,
         "folds": linears.folds,
         "calibration": str(scalars.calibration.path) if scalars.calibration else None,
         "scale_sources": tuple(source for source in sources if source),

@@ -19,7 +19,7 @@ from fp4convert.checkpoint.dialects.forms import from_layers, parents_of
 from fp4convert.checkpoint.dialects.registry import METHODS
 from fp4convert.checkpoint.linears import find_unread_codes
 from fp4convert.checkpoint.misnamed import find_misnamed
-from fp4convert.checkpoint.missing_parts import find_faults, find_missing
+from fp4convert.checkpoint.missing_parts import judge_names
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.checkpoint.unread import find_beside
 from fp4convert.errors import Finding
@@ -125,8 +125,8 @@ def judge(
 def _excuse(findings: Iterable[Finding], source: Source, recipe: Recipe) -> Iterator[Finding]:
     """Make warnings of missing modules that the source lacks, too."""
     known = source.checkpoint
-    modules = {ref.name.rpartition(".")[0] for ref in known.tensors}
-    alike = {one.tensor for one in find_missing(modules, known.config, recipe)}
+    names = [ref.name for ref in known.tensors]
+    alike = {one.tensor for one in judge_names(names, {}, known.config, recipe).faults}
     for finding in findings:
         if finding.code == "module-missing" and finding.tensor in alike:
             detail = f"{finding.detail}; the source lacks it, too"
@@ -220,9 +220,10 @@ def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
     yield from _check_targets(artifact)
     if all(finding.code != "unfinished" for finding in artifact.findings):
         stored = {ref.name for packed in artifact.packed.values() for ref in packed.refs}
-        kept = (name.rpartition(".")[0] for name in artifact.tensors if name not in stored)
-        modules = {*artifact.packed, *kept}
-        if is_draft_head(modules):
+        stored |= {ref.name for packed in artifact.packed.values() for ref in packed.companions}
+        names = [name for name in artifact.tensors if name not in stored]
+        names += [module + WEIGHT for module in artifact.packed]
+        if is_draft_head(names):
             yield Finding("note", "draft-head", None, DRAFT_HEAD)
         misnamed = find_misnamed(artifact.source.checkpoint)
         if misnamed and misnamed.is_wrapped:
@@ -234,7 +235,8 @@ def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
             for name, ref in artifact.tensors.items()
             if name.endswith(WEIGHT) and name not in stored and ref.dtype in FLOAT_TYPES
         } | {module: packed.shape for module, packed in artifact.packed.items()}
-        yield from find_faults(modules, shapes, artifact.source.checkpoint.config, recipe)
+        config = {} if misnamed else artifact.source.checkpoint.config
+        yield from judge_names(names, shapes, config, recipe).findings
     # Scales beside four-bit modules that nothing declares.
     with_global = [form for form in artifact.forms if form.format.has_global_scale]
     has_inputs = all(form.has_input_scale for form in with_global)

@@ -74,6 +74,11 @@ def describe_judged(
         **describe(artifact, judged),
         "engines": engines,
         "findings": [asdict(finding) for finding in findings],
+        "unexplained": [
+            {"name": one.tensor, "reason": one.detail}
+            for one in findings
+            if one.code == "unexplained"
+        ],
         "healthy": is_healthy(findings),
         **({"source": source.name} if source else {}),
     }

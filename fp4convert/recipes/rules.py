@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from fp4convert.errors import InputError
@@ -94,6 +95,17 @@ class StackRule(NamedTuple):
         parent = tensor.removesuffix(WEIGHT).rpartition(".")[0]
         named = self.named.replace("{expert}", str(expert)).replace("{member}", member)
         return named.replace("{parent}", parent)
+
+    def tensors_of(self, module: str) -> Iterator[str]:
+        """Yield the names of stacks that one expert's module may be cut from."""
+        words = {"{parent}": r"(?P<parent>.+)", "{expert}": r"\d+"}
+        words["{member}"] = f"(?:{'|'.join(map(re.escape, self.members))})"
+        expression = re.escape(self.named).replace(r"\{", "{").replace(r"\}", "}")
+        for word, meaning in words.items():
+            expression = expression.replace(word, meaning)
+        if match := re.fullmatch(expression, module):
+            stacks = (match["parent"] + "." + glob.rpartition(".")[2] for glob in self.tensors)
+            yield from (name for name in stacks if matches_any(self.tensors, name))
 
     def of_model(self, config: Mapping[str, object]) -> StackRule:
         """Fill in the numbers of a model's config.json."""

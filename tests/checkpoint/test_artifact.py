@@ -143,6 +143,7 @@ def test_the_document_is_exactly_as_promised(
         "activations": 16,
         "tensors": {"quantized": 7, "other": 4},
         "findings": [],
+        "unexplained": [],
         "healthy": True,
     }
 

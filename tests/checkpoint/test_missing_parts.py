@@ -9,7 +9,7 @@ from tiny_models import make_qwen3_moe, read_json, read_tensors
 
 from fp4convert.checkpoint.config_sizes import WHOLE
 from fp4convert.checkpoint.misnamed import DECODERS
-from fp4convert.checkpoint.missing_parts import find_missing
+from fp4convert.checkpoint.missing_parts import judge_names
 from fp4convert.recipes.recipe import model_recipe
 
 LLAMA = {
@@ -28,7 +28,10 @@ def layers(*numbers, stack="model.layers"):
 
 
 def decoder(count):
-    parts = ("input_layernorm", "self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")
+    """The modules of a Llama."""
+    parts = ["input_layernorm", "post_attention_layernorm"]
+    parts += [f"self_attn.{one}_proj" for one in "qkvo"]
+    parts += [f"mlp.{one}_proj" for one in ("gate", "up", "down")]
     modules = {f"model.layers.{at}.{part}" for at in range(count) for part in parts}
     return modules | {"model.norm", "lm_head", "model.embed_tokens"}
 
@@ -58,7 +61,9 @@ def test_a_count_of_experts_beyond_any_size_is_a_count():
 
 
 def missing(modules, config):
-    return [one.tensor for one in find_missing(modules, config, model_recipe(config))]
+    """The modules that are missing beside these, each with a weight."""
+    judged = judge_names([f"{one}.weight" for one in modules], {}, config, model_recipe(config))
+    return [one.tensor for one in judged.faults if one.code == "module-missing"]
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,7 @@ def test_a_dry_run_has_exactly_the_promised_keys_and_writes_nothing(source, tmp_
     assert " ".join(document) == (
         "format dialect method calibration source_bytes output_bytes bits_per_weight added_bytes"
         " peak_memory_bytes peak_disk_bytes seconds_estimated patterns tensors left_out warnings"
+        " unexplained"
     )
     assert " ".join(document["patterns"][0]) == (
         "pattern count action reason group format source_bytes output_bytes"

@@ -126,6 +126,7 @@ def test_the_document_has_exactly_the_promised_keys(tmp_path):
         "adopted_bytes": 0,
         "tensors": {"quantized": 7, "copied": 4, "skipped": 0},
         "warnings": [],
+        "unexplained": [],
         "next": [
             f"fp4convert verify {tmp_path / 'out'} --source {tmp_path / 'source'}",
             f"vllm serve {tmp_path / 'out'}",

@@ -36,6 +36,8 @@ def artifacts(tmp_path_factory):
         "lm_head.weight": weight(3, 96, 64),
     }
     for layer in range(2):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{name}.weight"] = ("BF16", (64,), bf16(64))
         for name, (rows, columns) in MATRICES.items():
             tensors[f"model.layers.{layer}.{name}.weight"] = weight(layer, rows, columns)
     write_single(root / "m", tensors, CONFIG)

@@ -33,7 +33,7 @@ KEYS = (
         "nibble_order",
     ),
     *("activations", "tensors", "patterns", "bits_per_weight", "share_read"),
-    *("engines", "findings", "healthy"),
+    *("engines", "findings", "unexplained", "healthy"),
 )
 OUT = "layers.0.o_proj"
 WEIGHTS = {"num_bits": 4, "type": "float"}

