@@ -21,6 +21,7 @@ from fp4convert.checkpoint.name_mapping import Renaming, rename, settle
 
 TRANSFORMERS, DIFFUSERS = "transformers", "diffusers"
 
+LINEAR = frozenset({"L", "X", "Y"})  # letters of linear layers, and of stacks of experts
 TYPES = {  # letters of the table
     **{"L": "a linear layer", "b": "a bias", "E": "an embedding", "C": "a convolution"},
     **{"N": "a norm", "H": "an output head", "R": "a router", "T": "a transposed linear layer"},

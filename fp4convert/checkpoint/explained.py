@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from typing import NamedTuple
 
-from fp4convert.checkpoint.architectures import Architecture, Place
+from fp4convert.checkpoint.architectures import LINEAR, TYPES, Architecture, Place
 from fp4convert.checkpoint.encodings.base import CACHE_SCALES
 from fp4convert.recipes.patterns import sift
 from fp4convert.recipes.recipe import PREDICTION, Recipe
@@ -46,12 +46,12 @@ class Lost(NamedTuple):
 class Explained(NamedTuple):
     """What the class in config.json says of a checkpoint's names.
 
-    known  number of tensors that are parameters of the class
+    kept  names of weights that the class does not hold as linear layers, and reasons
     """
 
     unexplained: tuple[Unexplained, ...]
     lost: tuple[Lost, ...]
-    known: int
+    kept: Mapping[str, str]
 
 
 def explain(names: Collection[str], architecture: Architecture, recipe: Recipe) -> Explained:
@@ -60,13 +60,14 @@ def explain(names: Collection[str], architecture: Architecture, recipe: Recipe) 
     names  of tensors: those that no encoding has taken, and MODULE.weight of each packed one
     """
     found: dict[str, _Children] = defaultdict(lambda: defaultdict(set))
-    strange, known = list[Unexplained](), 0
+    strange, kept = list[Unexplained](), dict[str, str]()
     drafts = set[tuple[str, tuple[int, ...]]]()  # children of lists that draft tokens
     drafting = set(sift(recipe.patterns_of(PREDICTION), names))
     for name in names:
         places = places_of(name, architecture, recipe.stacks)
-        known += bool(places)
         for place in places:
+            if (letter := architecture.parts[place.prefix][place.part]) not in LINEAR:
+                kept[name] = f"{TYPES[letter]} of {architecture.name}"
             found[place.prefix][place.child].add(place.part)
             if drafting and name in drafting:
                 drafts.add((place.prefix, place.child))
@@ -75,9 +76,10 @@ def explain(names: Collection[str], architecture: Architecture, recipe: Recipe) 
         )
         if not is_extra and not _fits(architecture.extra, name):
             strange.append(Unexplained(name, f"{architecture.name} has no such parameter"))
+            kept[name] = f"unexplained: {strange[-1].reason}"
     _add_lists(found)
-    lost = _find_lost(found, drafts, architecture) if known else ()
-    return Explained(tuple(strange), tuple(lost), known)
+    lost = _find_lost(found, drafts, architecture) if found else ()
+    return Explained(tuple(strange), tuple(lost), kept)
 
 
 def places_of(

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import islice
 from typing import NamedTuple
 
-from fp4convert.checkpoint.architectures import Architecture, class_outside, find_architecture
+from fp4convert.checkpoint.architectures import class_outside, find_architecture
 from fp4convert.checkpoint.config_sizes import LEFT_OUT, find_odd_sizes
 from fp4convert.checkpoint.explained import WEIGHTLESS, Explained, Lost, Unexplained, explain
 from fp4convert.checkpoint.misnamed import LAYER_COUNTS, OF_MLX, OWN_CODE
@@ -45,13 +45,13 @@ class Judgement(NamedTuple):
     faults       missing modules, and sizes that config.json contradicts
     unexplained  tensors that the class in config.json does not have
     note         that the class is in no table; "" where it is, or where none is named
-    architecture  the class, if a table has it and the names are its
+    kept         names of weights that the class does not hold as linear layers, and reasons
     """
 
     faults: tuple[Finding, ...] = ()
     unexplained: tuple[Unexplained, ...] = ()
     note: str = ""
-    architecture: Architecture | None = None
+    kept: Mapping[str, str] = {}
 
     @property
     def findings(self) -> list[Finding]:
@@ -86,11 +86,11 @@ def judge_names(
     """
     modules = {name.rpartition(".")[0] for name in names}
     odd = tuple(find_odd_sizes(shapes, config))
-    architecture, explained = explain_by_class(names, config, recipe)
+    explained = explain_by_class(names, config, recipe)
     lost = _find_lost(modules, config, recipe, explained)
     faults = [Finding("error", "module-missing", one.name, one.detail + WEIGHTLESS) for one in lost]
     if explained:
-        return Judgement((*faults, *odd), explained.unexplained, "", architecture)
+        return Judgement((*faults, *odd), explained.unexplained, "", explained.kept)
     note = ""
     if (name := class_outside(config)) and not is_draft_head(modules):
         note = f"{name} is in no table of model classes: names and shapes alone decide"
@@ -99,19 +99,19 @@ def judge_names(
 
 def explain_by_class(
     names: Collection[str], config: Mapping[str, object], recipe: Recipe
-) -> tuple[Architecture | None, Explained | None]:
+) -> Explained | None:
     """Hold names against the class in config.json; None where no table has it.
 
     A model with code of its own, or a draft head, is held against a class only if all fits.
     """
     architecture = None if OF_MLX in config else find_architecture(config, names)
     if architecture is None or not names:
-        return None, None
+        return None
     explained = explain(names, architecture, recipe)
     is_other = OWN_CODE in config or is_draft_head({name.rpartition(".")[0] for name in names})
     if is_other and (explained.unexplained or explained.lost):
-        return None, None
-    return architecture, explained
+        return None
+    return explained
 
 
 def fault_text(fault: Finding) -> str:

@@ -112,7 +112,7 @@ class Parts(NamedTuple):
         for word in words:
             formats = (FormatRule(patterns, word), *recipe.formats)
             others[word] = judge_each(
-                chosen, replace(recipe, formats=formats), dialect, linears.judged.architecture
+                chosen, replace(recipe, formats=formats), dialect, linears.judged.kept
             )
         parts: dict[str, list[str]] = defaultdict(list)
         for module in own:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from fp4convert.checkpoint.architectures import TYPES, Architecture
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.forms import Form, keeps_powers
 from fp4convert.checkpoint.dialects.target_forms import check_forms, form_of, module_form
@@ -29,8 +28,6 @@ HEAD_NOTE = (
     "this is a draft head: engines serve it beside its model, in the format of its own record; in"
     " NVFP4 about 4 % fewer tokens are accepted at a time, as NVIDIA measured one"
 )
-# Types of parameters that become four-bit: linear layers, and experts that are cut from stacks.
-QUANTIZABLE = frozenset({"L", "X", "Y"})
 NAME_SOME = (
     "Name modules to quantize: --include 'PATTERN'; what a recipe keeps: fp4convert recipes."
 )
@@ -65,7 +62,7 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
     """
     for stack in linears.unruled:
         _check_kept(stack, recipe)
-    verdicts = judge_each(linears.of, recipe, dialect, linears.judged.architecture)
+    verdicts = judge_each(linears.of, recipe, dialect, linears.judged.kept)
     forms = [verdict.form for verdict in verdicts.values() if verdict.form]
     check_forms(recipe.target, forms)
     is_asked = format_named(recipe.target.format).is_fp4
@@ -99,16 +96,16 @@ def judge_each(
     linears: Mapping[str, Linear],
     recipe: Recipe,
     dialect: Dialect,
-    architecture: Architecture | None,
+    kept: Mapping[str, str],
 ) -> dict[str, Verdict]:
     """Decide on each of these linear layers, whatever the others become.
 
-    architecture  the class of the model, if it is known
+    kept  names of weights that the model's class does not hold as linear layers, and reasons
     """
     forms = {name: module_form(recipe.target, name) for name in recipe.module_formats}
     groups = scale_groups(linears, recipe.groups)
     doubtful = recipe.pick_doubtful(linears)
-    judge = _Judge(recipe, dialect, forms, groups, doubtful, architecture)
+    judge = _Judge(recipe, dialect, forms, groups, doubtful, kept)
     return {module: judge.verdict(linear) for module, linear in linears.items()}
 
 
@@ -118,7 +115,7 @@ class _Judge(NamedTuple):
     forms    by the name of the format
     groups   scale groups by module
     doubtful modules that the recipe may keep, and is asked about one by one
-    architecture  the class of the model, if it is known
+    kept     names of weights that the class does not hold as linear layers, and reasons
     """
 
     recipe: Recipe
@@ -126,7 +123,7 @@ class _Judge(NamedTuple):
     forms: Mapping[str, Form]
     groups: Mapping[str, ScaleGroup]
     doubtful: Collection[str]
-    architecture: Architecture | None
+    kept: Mapping[str, str]
 
     def verdict(self, linear: Linear) -> Verdict:
         if reason := self._reason_to_keep(linear):
@@ -178,17 +175,12 @@ class _Judge(NamedTuple):
         return None if linear.stack else self._reason_by_type(linear.module)
 
     def _reason_by_type(self, module: str) -> str | None:
-        """Return why the class of the model keeps a module that is asked for by no name."""
-        if self.architecture is None or matches_any(self.recipe.include, module):
-            return None
-        letter = self.architecture.type_of(module + WEIGHT)
-        if letter in QUANTIZABLE or self.recipe.override(module):
-            return None
-        if not letter and self.recipe.is_draft(module):
-            return None
-        if not letter:
-            return f"unexplained: {self.architecture.name} has no such parameter"
-        return f"{TYPES[letter]} of {self.architecture.name}"
+        """Return why the class keeps a module that nobody asks for by name."""
+        reason = self.kept.get(module + WEIGHT)
+        is_asked = reason and (
+            matches_any(self.recipe.include, module) or self.recipe.override(module)
+        )
+        return None if is_asked else reason
 
     def _stays(self, linear: Linear, action: Action, reason: str) -> Verdict:
         """Keep a linear layer; a packed one becomes bf16, or stays packed.

@@ -4,11 +4,9 @@ import pytest
 from checkpoints import pack_shard, read_shard, run
 from families import FAMILIES
 from family import build
-from meta_models import default_model, model_classes, model_of
 from tiny_models import make_qwen3_moe, read_json, read_tensors
 
 from fp4convert.checkpoint.config_sizes import WHOLE
-from fp4convert.checkpoint.misnamed import DECODERS
 from fp4convert.checkpoint.missing_parts import judge_names
 from fp4convert.recipes.recipe import model_recipe
 
@@ -142,7 +140,6 @@ def test_a_head_of_its_own(name):
         (decoder(4) | {"model.layers.1.self_attn"}, PLAIN),
         (decoder(4) | {"model.layers.1.mlp.up_proj.lora_A"}, PLAIN),
         (decoder(4) | {"model.layers.4.eh_proj", "model.layers.4.enorm"}, PLAIN),
-        (decoder(4) - {"model.norm"}, PLAIN | {"architectures": ["LlamaModel"]}),
         (
             decoder(4) - {"model.layers.2.input_layernorm", "model.layers.2.self_attn.q_proj"},
             PLAIN | {"auto_map": {}},
@@ -153,20 +150,6 @@ def test_a_head_of_its_own(name):
 )
 def test_what_a_model_does_not_have_is_not_missed(modules, config):
     assert missing(modules, config) == []
-
-
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("model_type", sorted(DECODERS))
-def test_a_plain_decoder_lacks_no_norm_and_no_projection(model_type):
-    """Of the models that transformers makes: whole ones, and each without one module."""
-    model = model_of(model_type)
-    config = model.config.to_dict()
-    modules = {name.rpartition(".")[0] for name in model.state_dict()}
-    assert missing(modules, config) == []
-    needed = {name for name in modules if "norm" in name or "layers.1." in name}
-    assert len(needed) > 5
-    for module in needed:
-        assert missing(modules - {module}, config) in ([module], ["model.norm"]), module
 
 
 @pytest.mark.parametrize(
@@ -223,31 +206,6 @@ def test_nothing_is_missed_in_a_whole_model(family, tmp_path):
         if not family.beside or not name.startswith(family.beside)
     }
     assert missing(modules, read_json(folder / "config.json")) == []
-
-
-# Halves of a model, which counts of its config.json are not of.
-INNER = ("CLIPSegDecoder", "GroundingDinoEncoder", "GroundingDinoDecoder", "OmDetTurboDecoder")
-
-
-@pytest.mark.slow
-def test_nothing_is_missed_in_any_model_of_transformers(monkeypatch):
-    """Codecs number their functions, hybrids have layers of several kinds, towers their own."""
-    monkeypatch.setattr("meta_models.MOST_LAYERS", 7)
-    made, unmade = 0, {}
-    for model_class in model_classes():
-        try:
-            model = default_model(model_class)
-        except Exception as error:
-            unmade[model_class.__name__] = error
-            continue
-        config = {**model.config.to_dict(), "architectures": [model_class.__name__]}
-        tied = set(getattr(model, "_tied_weights_keys", None) or ())
-        names = model.state_dict().keys() - (tied if config.get("tie_word_embeddings") else set())
-        modules = {name.rpartition(".")[0] for name in names}
-        is_half = model_class.__name__.removeprefix("MM") in INNER
-        assert is_half or missing(modules, config) == [], model_class.__name__
-        made += 1
-    assert made > 1600, unmade
 
 
 @pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
