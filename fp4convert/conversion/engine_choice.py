@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.checkpoint.dialects.target_forms import usual_activations
 from fp4convert.checkpoint.missing_parts import fault_text
+from fp4convert.checkpoint.whole_model import refuse_no_model
 from fp4convert.conversion.quantize import prepare_quantize
 from fp4convert.conversion.request import take_apart
 from fp4convert.engines.files import Engine, parse_engine
@@ -100,6 +101,8 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
     given = Choices(**{name: getattr(options, name) for name in Choices._fields})
     asked = Asked(engine, version, source, parts, plan)
     with stopping(source, *parts.values()):
+        if not components:
+            refuse_no_model(source, os.fspath(options.source))
         try:
             chosen = _choose_first(asked, given)
         except ChoiceError as error:

@@ -47,9 +47,12 @@ def below(word, module):
 
 
 def error_of(source, tmp_path):
+    """The error of quantize, which --for does not change."""
     out = tmp_path / "out"
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", out, "--json")
-    assert (outcome.code, out.exists()) == (2, False)
+    words = ("quantize", source, "--format", "nvfp4", "-o", out, "--json")
+    outcome, with_engine = run(*words), run(*words, "--for", "vllm")
+    assert (outcome.code, with_engine.code, out.exists()) == (2, 2, False)
+    assert outcome.json["error"] == with_engine.json["error"]
     return outcome.json["error"]
 
 
