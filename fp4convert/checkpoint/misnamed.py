@@ -30,9 +30,6 @@ DECODERS = frozenset(
         *("cohere2", "helium", "arcee", "glm", "glm4", "ernie4_5", "exaone4", "apertus"),
     }
 )
-CLASS = re.compile(
-    r"(\w+?)(ForCausalLM|LMHeadModel|ForSequenceClassification|ForTokenClassification|Model)"
-)
 OWN_CODE = "auto_map"  # in config.json: classes of Python code beside the weights
 OF_MLX = "quantization"  # in config.json: names are those of mlx-lm's classes
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -45,7 +42,7 @@ WRAPPERS = {
     "_checkpoint_wrapped_module": "activation checkpointing",
     "_forward_module": "Lightning Fabric",
 }
-# Words that some classes have, too: LeViT has a `module` inside, and code of a model's own may.
+# Words that classes may have, too: LeViT has a `module` inside, and code of a model's own may.
 PEFT_MODEL, PARALLEL = "base_model.model", "module"
 SHARED = {PEFT_MODEL: "PEFT", PARALLEL: "DDP"}
 # What PEFT puts into layers that it trains; as the last part of a name it is a class's parameter.
@@ -53,8 +50,6 @@ FACTORS = "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magn
 ADAPTED = ("base_layer", "modules_to_save", "original_module", *FACTORS)
 _ADAPTER_NAME = re.compile(r"\.lora_[AB]\.(\w+)\.weight")
 PEFT_DEFAULT = "default"  # how PEFT calls an adapter that nobody named
-HOLD_MODULES = frozenset({"levit", "timm_wrapper", "timm_backbone"})  # with a `module` inside
-HOLD_ADAPTERS = frozenset({"phi4mm"})  # model types whose own class has low-rank factors inside
 
 MERGE = (
     "Merge the adapter where it was trained, model = model.merge_and_unload();"
@@ -101,8 +96,10 @@ def find_misnamed(checkpoint: Checkpoint) -> Misnamed | None:
     if any(shard.frame.container != "safetensors" for shard in checkpoint.shards):
         return None  # GGUF has names of its own
     names, config = [ref.name for ref in checkpoint.tensors], checkpoint.config
+    known = None if OF_MLX in config else find_architecture(config, names)
+    own = None if OWN_CODE in config else known
     return (
-        _find_adapted(names, config) or _find_wrapped(names, config) or _find_other(names, config)
+        _find_adapted(names, own) or _find_wrapped(names, config, known) or _find_other(names, own)
     )
 
 
@@ -126,13 +123,21 @@ def refuse_misnamed(source: Source, reference: str) -> None:
     raise InputError(code, detail, next_step, first.tensor)
 
 
-def _find_adapted(names: list[str], config: Mapping[str, object]) -> Misnamed | None:
-    """Find a layer of PEFT whose base and factors are apart."""
+def _find_adapted(names: list[str], known: Architecture | None) -> Misnamed | None:
+    """Find a layer of PEFT whose base and factors are apart.
+
+    A class of no table may have adapters inside, as that of Phi-4-multimodal: its code names them,
+    and PEFT calls that of a fine-tuning "default".
+
+    known  the class of the model, if it has no code of its own
+    """
     adapted = _find_words(names, ADAPTED)
-    ends = {name: end for name in names if (end := name.rpartition(".")[2]) in FACTORS}
-    if ends and (known := _class_of(config, names)):  # of loralib's layers, and not of the class
-        adapted |= {name: [end] for name, end in ends.items() if not known.places(name)}
-    if not adapted or _holds_adapters(adapted, config):
+    if known:  # also the factors of loralib's layers
+        ends = {name: end for name in names if (end := name.rpartition(".")[2]) in FACTORS}
+        adapted |= {name: [end] for name, end in ends.items()}
+        adapted = {name: words for name, words in adapted.items() if not known.places(name)}
+    adapters = {match[1] for name in adapted if (match := _ADAPTER_NAME.search(name))}
+    if not adapted or (known is None and adapters and PEFT_DEFAULT not in adapters):
         return None
     name, words = next(iter(adapted.items()))
     detail = f"{words[0]!r} is a word of PEFT, as in {len(adapted)} of {len(names)} names, and its"
@@ -140,36 +145,23 @@ def _find_adapted(names: list[str], config: Mapping[str, object]) -> Misnamed | 
     return Misnamed(name, f"{detail} all others")
 
 
-def _holds_adapters(adapted: Iterable[str], config: Mapping[str, object]) -> bool:
-    """Tell whether the class of a model may have adapters inside.
-
-    As Phi-4-multimodal's has. Its code names them; PEFT calls that of a fine-tuning "default".
-    """
-    adapters = {match[1] for name in adapted if (match := _ADAPTER_NAME.search(name))}
-    is_own = OWN_CODE in config or str(config.get("model_type")) in HOLD_ADAPTERS
-    return is_own and bool(adapters) and PEFT_DEFAULT not in adapters
-
-
-def _find_wrapped(names: list[str], config: Mapping[str, object]) -> Misnamed | None:
+def _find_wrapped(
+    names: list[str], config: Mapping[str, object], known: Architecture | None
+) -> Misnamed | None:
     """Find a word of torch.compile, FSDP, DDP or PEFT in names."""
     makers = {**WRAPPERS, **SHARED}
     wrapped = _find_words(names, makers)
-    if OWN_CODE in config:
-        # Its code may have such modules; a class with the name of transformers' own has none
-        # around everything.
+    if OWN_CODE in config or "model_type" not in config:
+        # Its code may have such modules; around everything there is none where a table has it.
         starts = tuple(f"{word}." for word in SHARED)
-        is_whole = _is_named_after_model(config) and all(name.startswith(starts) for name in names)
+        is_whole = known is not None and all(name.startswith(starts) for name in names)
         wrapped = {
             name: words
             for name, words in wrapped.items()
             if is_whole or not SHARED.keys() >= set(words)
         }
-    elif (model := config.get("model_type")) is None or str(model) in HOLD_MODULES:
-        wrapped = {
-            name: words
-            for name, words in wrapped.items()
-            if words != [PARALLEL] or name.startswith(f"{PARALLEL}.")
-        }
+    elif known:
+        wrapped = {name: words for name, words in wrapped.items() if not known.places(name)}
     if not wrapped:
         return None
     name, words = next(iter(wrapped.items()))
@@ -189,9 +181,8 @@ def _find_words(names: list[str], words: Collection[str]) -> dict[str, list[str]
     return {name: hits for name in names if (hits := pattern.findall(name))}
 
 
-def _find_other(names: list[str], config: Mapping[str, object]) -> Misnamed | None:
+def _find_other(names: list[str], known: Architecture | None) -> Misnamed | None:
     """Find that a model has no layer where its class has them all."""
-    known = _class_of(config, names)
     stacks = [prefix for prefix in known.kinds if prefix] if known else []
     if known is None or not stacks or not names or is_draft_head(names):
         return None
@@ -203,25 +194,6 @@ def _find_other(names: list[str], config: Mapping[str, object]) -> Misnamed | No
     detail = f"the class in config.json, {known.name}, has layers {layers}, and no name of"
     detail += f" {len(names)} is that of one: engines leave out what their class does not have"
     return Misnamed(names[0], detail, is_wrapped=False)
-
-
-def _class_of(config: Mapping[str, object], names: list[str]) -> Architecture | None:
-    """Return the class of a model without code of its own, if a table has it."""
-    return None if OWN_CODE in config or OF_MLX in config else find_architecture(config, names)
-
-
-def _is_named_after_model(config: Mapping[str, object]) -> bool:
-    """Tell whether the class has the name that transformers gives it.
-
-    Qwen2MoeForCausalLM of qwen2_moe; Gemma3ForCausalLM and Gemma3TextModel of gemma3_text.
-    """
-    classes = config.get("architectures")
-    name = str(classes[0]) if isinstance(classes, list) and len(classes) == 1 else ""
-    if not (match := CLASS.fullmatch(name)):
-        return False
-    words = (match[1], str(config.get("model_type")))
-    stem, wanted = (word.lower().replace("_", "").removesuffix("text") for word in words)
-    return stem == wanted
 
 
 def _strip_line(source: Source, reference: str, words: Iterable[str]) -> str:
