@@ -32,10 +32,13 @@ TYPES = {  # letters of the table
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^.])")
 MOST_NUMBERS = 6  # in a name that is looked up
 MOST_DIGITS = 9
+MARK = 1000  # times n stands for the n-th number of a name while it is renamed
 RECORDS = frozenset({"quantization_config", "quantization"})  # in config.json: of no model
 FEWEST_NUMBERS = 4  # of sizes in a config.json that is whole
 _HEAD = re.compile(r".*(?<![^._])\d+\.")  # a name up to its last number before a dot
-_Known = tuple[str, str, tuple[int, ...]]  # prefix, part, which of the numbers are of children
+# Prefix, part, and the number of each child: the place of a number in the name, -1 for none, and
+# what is added to it.
+_Known = tuple[str, str, tuple[tuple[int, int], ...]]
 Kinds = tuple[frozenset[str], ...]  # of the children of a list: the parts that each may have
 
 
@@ -97,18 +100,26 @@ class Architecture:
             self._known[key, tail] = self._find(key + tail)
         return tuple(
             [
-                Place(prefix, part, tuple([numbers[at] for at in chosen if at < len(numbers)]))
-                for prefix, part, chosen in self._known[key, tail]
+                Place(
+                    prefix,
+                    part,
+                    tuple([numbers[at] + more if at >= 0 else more for at, more in child]),
+                )
+                for prefix, part, child in self._known[key, tail]
             ]
         )
 
     def _read_head(self, head: str) -> tuple[str, tuple[int, ...]]:
-        """Return a name's beginning with fewer different numbers, and its numbers."""
+        """Return a name's beginning with marks for numbers, and its numbers."""
         texts = _NUMBER.findall(head)
         if len(texts) > MOST_NUMBERS or any(len(text) > MOST_DIGITS for text in texts):
             return head, ()
-        key = _NUMBER.sub(lambda match: str(min(int(match[0]), self._literals)), head)
-        return key, tuple(map(int, texts))
+        numbers = tuple(map(int, texts))
+        marks = (
+            str(number if number < self._literals else MARK * at)
+            for at, number in enumerate(numbers, 1)
+        )
+        return _NUMBER.sub(lambda _: next(marks), head), numbers
 
     def type_of(self, tensor: str) -> str:
         """Return the letter of a tensor's parameter; "" where the class has none."""
@@ -121,7 +132,7 @@ class Architecture:
         names = (prefix + part for prefix, parts in self.parts.items() for part in parts)
         texts = (*names, *(one.text for one in self.renamings))
         return 1 + max(
-            (int(text) for one in texts for text in re.findall(r"\d{1,3}", one)), default=-1
+            (int(text) for one in texts for text in re.findall(r"\d{1,2}", one)), default=-1
         )
 
     def _find(self, name: str) -> tuple[_Known, ...]:
@@ -150,7 +161,9 @@ class Architecture:
                 pattern = "".join(a + b for a, b in zip(texts, (*words, ""), strict=True))
                 end = pattern.rfind("#.") + 2 if "#." in pattern else 0
                 if pattern[end:] in self.parts.get(pattern[:end], ()):
-                    return pattern[:end], pattern[end:], chosen
+                    marks = (divmod(int(numbers[at]), MARK) for at in chosen)
+                    child = tuple((at - 1, more) for at, more in marks)
+                    return pattern[:end], pattern[end:], child
         return None
 
 
@@ -279,8 +292,10 @@ def _holds(config: Mapping[str, object], path: str, wanted: object) -> bool:
 def _combined(usual: Kinds, changed: list[Kinds]) -> Kinds:
     """Return the kinds of children under several settings.
 
-    A setting adds and removes the same parts, whatever other settings do.
+    A setting adds and removes the same parts, whatever other settings do. One that leaves kinds
+    out counts layers of a kind, of which models have other numbers.
     """
+    changed = [kinds for kinds in changed if not set(kinds) <= set(usual)]
     if len(changed) < 2:
         return changed[0] if changed else usual
     found = dict[frozenset[str], None]()
