@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib.resources import files
 from itertools import accumulate, combinations
@@ -32,6 +32,7 @@ TYPES = {  # letters of the table
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^.])")
 MOST_NUMBERS = 6  # in a name that is looked up
 MOST_DIGITS = 9
+MISSING = object()
 MARK = 1000  # times n stands for the n-th number of a name while it is renamed
 RECORDS = frozenset({"quantization_config", "quantization"})  # in config.json: of no model
 FEWEST_NUMBERS = 4  # of sizes in a config.json that is whole
@@ -82,8 +83,8 @@ class Architecture:
     tied: Mapping[str, str] = field(default_factory=dict)
     absent: tuple[re.Pattern[str], ...] = ()
     extra: tuple[re.Pattern[str], ...] = ()
-    _heads: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    _known: dict[tuple[str, str], tuple[_Known, ...]] = field(default_factory=dict)
+    _heads: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
+    _known: dict[tuple[str, str], tuple[_Known, ...]] = field(default_factory=dict, init=False)
 
     def places(self, tensor: str) -> tuple[Place, ...]:
         """Return the parameters that a tensor of a checkpoint becomes.
@@ -121,6 +122,37 @@ class Architecture:
         )
         return _NUMBER.sub(lambda _: next(marks), head), numbers
 
+    def holding(self, place: str, other: Architecture | None) -> Architecture:
+        """Return the class with another model inside at a place; None: one of no table."""
+        start = f"{place}."
+        parts = {
+            prefix: {part: letter for part, letter in own.items() if not part.startswith(start)}
+            for prefix, own in self.parts.items()
+            if not prefix.startswith(start)
+        }
+        kinds = {
+            prefix: tuple(frozenset(parts[prefix].keys() & kind) for kind in self.kinds[prefix])
+            for prefix in parts
+        }
+        if other is None:
+            free = re.compile(rf"(?:^|\.){re.escape(start)}")
+            return replace(self, parts=parts, kinds=kinds, extra=(*self.extra, free))
+        for prefix, own in other.parts.items():
+            if prefix:
+                parts[start + prefix], kinds[start + prefix] = dict(own), other.kinds[prefix]
+        inside = {start + part: letter for part, letter in other.parts.get("", {}).items()}
+        always = [{start + part for part in kind} for kind in other.kinds.get("", ())] or [set()]
+        parts[""] = parts.get("", {}) | inside
+        kinds[""] = tuple(a | b for a in kinds.get("", (frozenset(),)) for b in always)
+        return replace(
+            self,
+            parts=parts,
+            kinds=kinds,
+            renamings=(*self.renamings, *(one.within(place) for one in other.renamings)),
+            absent=(*self.absent, *other.absent),
+            extra=(*self.extra, *other.extra),
+        )
+
     def type_of(self, tensor: str) -> str:
         """Return the letter of a tensor's parameter; "" where the class has none."""
         places = self.places(tensor)
@@ -154,17 +186,20 @@ class Architecture:
         texts, numbers = _NUMBER.split(name), _NUMBER.findall(name)
         if len(numbers) > MOST_NUMBERS:
             return None
-        every = range(len(numbers))
+        every, fitting = range(len(numbers)), None
         for count in range(len(numbers), -1, -1):
             for chosen in combinations(every, count):
                 words = ["#" if at in chosen else numbers[at] for at in every]
                 pattern = "".join(a + b for a, b in zip(texts, (*words, ""), strict=True))
                 end = pattern.rfind("#.") + 2 if "#." in pattern else 0
-                if pattern[end:] in self.parts.get(pattern[:end], ()):
+                prefix, part = pattern[:end], pattern[end:]
+                if part in self.parts.get(prefix, ()):
                     marks = (divmod(int(numbers[at]), MARK) for at in chosen)
-                    child = tuple((at - 1, more) for at, more in marks)
-                    return pattern[:end], pattern[end:], child
-        return None
+                    found = prefix, part, tuple((at - 1, more) for at, more in marks)
+                    if any(part in kind for kind in self.kinds[prefix]):
+                        return found
+                    fitting = fitting or found  # of other settings than the model's
+        return fitting
 
 
 def find_architecture(
@@ -179,19 +214,10 @@ def find_architecture(
     package, name = _class_in(config)
     if _count_numbers(config) < FEWEST_NUMBERS:
         return None
-    index = _read_index()
-    family = index["classes"].get(package, {}).get(name)
-    if family is None:
+    if (made := _read_class(package, name, config)) is None:
         return None
-    start, length = index["families"][package][family]
-    with (
-        files("fp4convert")
-        .joinpath("configs", "architectures", f"{package}.jsonl")
-        .open("rb") as file
-    ):
-        file.seek(start)
-        table = json.loads(file.read(length))
-    return _made_of(name, package, table, config, names)
+    legacy = map(Renaming.parse, _read_index().get("legacy", ()))
+    return replace(made, renamings=settle((*made.renamings, *legacy), names))
 
 
 def class_outside(config: Mapping[str, object]) -> str:
@@ -224,14 +250,17 @@ def _read_index() -> dict[str, Any]:
     return table
 
 
-def _made_of(
-    name: str,
-    package: str,
-    table: dict[str, Any],
-    config: Mapping[str, object],
-    names: Iterable[str],
-) -> Architecture:
-    """Read a class of a family's line under the settings of a config.json."""
+def _read_class(package: str, name: str, config: Mapping[str, object]) -> Architecture | None:
+    """Read a class under the settings of a config.json; None if no table has it."""
+    index = _read_index()
+    family = index["classes"].get(package, {}).get(name)
+    if family is None:
+        return None
+    start, length = index["families"][package][family]
+    folder = files("fp4convert").joinpath("configs", "architectures")
+    with folder.joinpath(f"{package}.jsonl").open("rb") as file:
+        file.seek(start)
+        table = json.loads(file.read(length))
     row, words = table["classes"][name], [part.split(" ", 1) for part in table["parts"]]
     parts: dict[str, dict[str, str]] = {}
 
@@ -247,8 +276,7 @@ def _made_of(
     usual = read(row.get("layout", {}))
     flips = [(path, wanted, read(changed)) for path, wanted, changed in row.get("flips", ())]
     active = [changed for path, wanted, changed in flips if _holds(config, path, wanted)]
-    renamings = [Renaming.parse(table["renamings"][at]) for at in row.get("renamings", ())]
-    return Architecture(
+    made = Architecture(
         name,
         package,
         parts,
@@ -258,12 +286,19 @@ def _made_of(
             )
             for prefix in parts
         },
-        settle(renamings, names),
+        tuple(map(Renaming.parse, (table["renamings"][at] for at in row.get("renamings", ())))),
         row.get("base", ""),
         row.get("tied", {}) if _ties(config, row.get("ties", False)) else {},
         _compiled((*row.get("absent", ()), *map(re.escape, row.get("skip", ())))),
         _compiled(row.get("unexpected", ())),
     )
+    for place, (key, model_type, mapping) in row.get("inner", {}).items():
+        inner = _at(config, key)
+        other = inner.get("model_type") if isinstance(inner, Mapping) else None
+        if isinstance(inner, Mapping) and other not in (None, model_type):
+            chosen = index[mapping].get(str(other), "")
+            made = made.holding(place, _read_class(package, chosen, inner))
+    return made
 
 
 def _compiled(expressions: Iterable[str]) -> tuple[re.Pattern[str], ...]:
@@ -281,12 +316,18 @@ def _ties(config: Mapping[str, object], default: bool) -> bool:
 
 def _holds(config: Mapping[str, object], path: str, wanted: object) -> bool:
     """Return whether config.json has a setting: a word, or any or no value."""
+    value = _at(config, path)
+    if value is MISSING:
+        return False
+    return bool(value) is wanted if isinstance(wanted, bool) else value == wanted
+
+
+def _at(config: Mapping[str, object], path: str) -> object:
+    """Return a value inside a config.json; MISSING where it has none."""
     value: object = config
     for key in path.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            return False
-        value = value[key]
-    return bool(value) is wanted if isinstance(wanted, bool) else value == wanted
+        value = value.get(key, MISSING) if isinstance(value, Mapping) else MISSING
+    return value
 
 
 def _combined(usual: Kinds, changed: list[Kinds]) -> Kinds:

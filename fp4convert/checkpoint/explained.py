@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from itertools import islice
 from typing import NamedTuple
 
 from fp4convert.checkpoint.architectures import LINEAR, TYPES, Architecture, Place
@@ -22,6 +23,7 @@ from fp4convert.storage.safetensors import WEIGHT
 COMPUTED = re.compile(
     r"(?:^|\.)(?:inv_freq|original_inv_freq|position_ids|num_batches_tracked|attn\.(?:masked_)?bias)$"
 )
+MOST_GAPS = 5  # that are named of a list
 WEIGHTLESS = ": engines refuse it, or compute with what was in memory before"
 _Children = dict[tuple[int, ...], set[str]]
 
@@ -129,6 +131,8 @@ def _find_lost(
         if not prefix:
             yield from _outside(lacking, found, architecture.name)
             continue
+        if frozenset() not in kinds:  # every child has parameters
+            yield from _find_gaps(prefix, children, architecture.name)
         for part, without in lacking.items():
             names = [Place(prefix, part, child).name.removesuffix(WEIGHT) for child in without]
             if len(without) == len(children) > 1:
@@ -137,6 +141,18 @@ def _find_lost(
             else:
                 for name in names:
                     yield Lost(name, f"it is missing, and {architecture.name} has it")
+
+
+def _find_gaps(prefix: str, children: Iterable[tuple[int, ...]], owner: str) -> Iterator[Lost]:
+    """Find the numbers that the children of a list leave out."""
+    numbers: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    for child in children:
+        numbers[child[:-1]].add(child[-1])
+    for outer, there in numbers.items():
+        gaps = (number for number in range(max(there)) if number not in there)
+        for number in islice(gaps, MOST_GAPS):
+            name = Place(prefix, "", (*outer, number)).name.removesuffix(".")
+            yield Lost(name, f"it is missing, and {owner} has it")
 
 
 def _lacks(

@@ -42,6 +42,11 @@ class Renaming(NamedTuple):
         """Return all that it may look for or write."""
         return " ".join((self.pattern.pattern, *self.targets))
 
+    def within(self, place: str) -> Renaming:
+        """Return the renaming of a model that another holds at a place."""
+        scopes = filter(None, (place, self.base, self.scope))
+        return self._replace(scope=".".join(scopes) if self.scope is not None else place, base="")
+
     def apply(self, name: str) -> tuple[str, ...] | None:
         """Return the new names; None where it does not fit."""
         before = self._scope_of(name)
