@@ -88,7 +88,11 @@ def main() -> None:
         for key, value in made.items():
             index[key][source] = value
         if source == "transformers":
-            index["types"] = importlib.import_module("of_transformers").types(made["classes"])
+            reader = importlib.import_module("of_transformers")
+            index["types"] = reader.types(made["classes"])
+            index["bases"] = reader.made_for("MODEL_MAPPING", made["classes"])
+            index["causal"] = reader.made_for("MODEL_FOR_CAUSAL_LM_MAPPING", made["classes"])
+            index["legacy"] = importlib.import_module("renamings").legacy()
         print(f"{source}: {time.monotonic() - began:.0f} s")
     for key in ("sources", "classes", "families"):
         index[key] = {source: index[key][source] for source in SOURCES if source in index[key]}

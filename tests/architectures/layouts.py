@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 Layout = dict[str, list[list[str]]]
@@ -46,7 +46,20 @@ def layout_of(parameters: Iterable[Parameter]) -> Layout:
     kinds: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for child, parts in sets.items():
         kinds[patterns[child]].add(tuple(sorted(parts)))
+    for child in _lists_with_gaps(patterns):
+        kinds[patterns[child]].add(())  # of a function, which has no parameters
     return _sorted(kinds)
+
+
+def _lists_with_gaps(children: Iterable[str]) -> Iterator[str]:
+    """Yield a child of each list of which some children have no parameters."""
+    numbers: dict[str, dict[int, str]] = defaultdict(dict)
+    for child in children:
+        if match := re.fullmatch(r"(.*?)(\d+)\.", child):
+            numbers[match[1]][int(match[2])] = child
+    for own in numbers.values():
+        if max(own) >= len(own):
+            yield own[max(own)]
 
 
 def _sorted(kinds: dict[str, set[tuple[str, ...]]]) -> Layout:

@@ -17,7 +17,7 @@ from conditions import Conditions, conditions_of
 from flips import Flip, Settings, described
 from layouts import Layout, layout_of, pattern_of
 from pool import limited
-from renamings import inner_models, renamings_of
+from renamings import free_models, inner_models, renamings_of
 from settings import SETTINGS
 from torch_names import Roles, named_parameters, parameters_of, side_of
 from transformers import PreTrainedModel, models
@@ -87,6 +87,18 @@ def types(classes: Mapping[str, Any]) -> dict[str, str]:
             if listed := [name for name in names if name in classes]:
                 found[model_type] = listed[0]
                 break
+    return found
+
+
+def made_for(mapping: str, classes: Mapping[str, Any]) -> dict[str, str]:
+    """Return the class of the table that a mapping has for each model type."""
+    listed = getattr(transformers, mapping)._model_mapping
+    found = {}
+    for model_type in sorted(transformers.CONFIG_MAPPING):
+        made = listed.get(model_type, ())
+        names = made if isinstance(made, tuple | list) else (made,)
+        if known := [name for name in names if name in classes]:
+            found[model_type] = known[0]
     return found
 
 
@@ -166,7 +178,7 @@ def _row(config_class: type, made_by: type, short: Settings) -> dict[str, Any] |
     model = builder.model(short)
     if not model.state_dict():
         return None
-    tied, config = _tied(model), model.config
+    tied, config, free = _tied(model), model.config, free_models(model)
     variants = configs.variants(config_class, short, _conditions(config), _kinds(config))
     layout, changes = described(
         builder.layout, short, variants, _flips(config_class, config, short)
@@ -179,6 +191,7 @@ def _row(config_class: type, made_by: type, short: Settings) -> dict[str, Any] |
         "layout": layout,
         "flips": changes,
         "renamings": builder.renamings,
+        "inner": free,
         "skip": _strings(made_by._keys_to_ignore_on_save),
         "absent": _strings(made_by._keys_to_ignore_on_load_missing),
         "unexpected": _strings(made_by._keys_to_ignore_on_load_unexpected),

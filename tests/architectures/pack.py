@@ -11,7 +11,7 @@ from typing import Any
 from layouts import Layout
 
 Row = Mapping[str, Any]
-KEPT = ("skip", "absent", "unexpected")
+KEPT = ("inner", "skip", "absent", "unexpected")
 
 
 class Numbers(dict[str, int]):
@@ -58,7 +58,7 @@ def line_of(family: str, rows: Iterable[Row]) -> str:
             [path, condition, packed(change)] for path, condition, change in row["flips"]
         ]
         one["renamings"] = [renamings.of(each) for each in row["renamings"]]
-        one |= {key: row[key] for key in KEPT}
+        one |= {key: row[key] for key in KEPT if key in row}
         classes[row["class"]] = {
             key: value for key, value in one.items() if value not in ([], {}, "")
         }
