@@ -123,7 +123,7 @@ class Architecture:
         return _NUMBER.sub(lambda _: next(marks), head), numbers
 
     def holding(self, place: str, other: Architecture | None) -> Architecture:
-        """Return the class with another model inside at a place; None: one of no table."""
+        """Return the class with another model at a place; None: of no table."""
         start = f"{place}."
         parts = {
             prefix: {part: letter for part, letter in own.items() if not part.startswith(start)}
@@ -251,7 +251,7 @@ def _read_index() -> dict[str, Any]:
 
 
 def _read_class(package: str, name: str, config: Mapping[str, object]) -> Architecture | None:
-    """Read a class under the settings of a config.json; None if no table has it."""
+    """Read a class of the table, if it is there, under a config's settings."""
     index = _read_index()
     family = index["classes"].get(package, {}).get(name)
     if family is None:

@@ -118,7 +118,7 @@ def find_linears(source: Source, recipe: Recipe) -> Linears:
 
 
 def _judge(checkpoint: Checkpoint, linears: Linears, recipe: Recipe) -> Judgement:
-    """Judge a source by its names and sizes, as `inspect` will judge the result."""
+    """Judge a source by names and sizes, as `inspect` judges the result."""
     consumed = linears.consumed()
     kept = [ref for ref in checkpoint.tensors if ref.name not in consumed]
     names = dict.fromkeys(ref.name for ref in kept)

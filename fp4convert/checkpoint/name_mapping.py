@@ -10,7 +10,7 @@ MERGE, GROUP, OFFSET = "merge", "group", "offset"
 
 
 class Renaming(NamedTuple):
-    """A renaming of transformers' core_model_loading.py or conversion_mapping.py.
+    """A renaming of transformers, of core_model_loading.py.
 
     kind     "rename"; "merge": of tensors that become one or several others; "prefix"; "group": one
              of several, by the alternative that fits; "offset": changes a number

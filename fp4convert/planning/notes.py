@@ -72,7 +72,7 @@ def notes_on(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def notes_on_names(judged: Judgement) -> Iterator[str]:
-    """Yield what a class says of the names, and faults that `inspect` will find in the result."""
+    """Yield what names and sizes say of a source, as `inspect` will."""
     if judged.note:
         yield judged.note
     if strange := judged.unexplained:

@@ -82,7 +82,7 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(llama, words, tmp_path):
 
 
 def test_models_that_read_no_tokens_or_that_nobody_knows(llama, words):
-    edit(llama, model_type="vit", architectures=["ViTForImageClassification"])
+    edit(llama, model_type="vit", architectures=["ViTForImageClassification"], auto_map={})
     error = refuse(llama, "--text", words)
     assert error["code"] == "calibration-model"
     assert "reads pixel_values; expected a model that reads text" in error["message"]

@@ -166,7 +166,7 @@ def test_a_head_that_peft_trained_whole_is_refused(tmp_path):
 
 SOUND = {
     "LeViT's own module": (
-        {"levit.stages.0.layers.1.module.linear1.linear.weight": weight()},
+        {"levit.encoder.stages.0.layers.1.module.linear_up.linear.weight": weight()},
         {
             **{"architectures": ["LevitForImageClassification"], "model_type": "levit"},
             **{"image_size": 224, "num_channels": 3, "kernel_size": 3, "stride": 2, "padding": 1},
