@@ -256,6 +256,16 @@ def _check_modules_read(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]
             yield Finding("warning", "tied-head-quantized", module, f"it is {what}")
         else:
             yield Finding("warning", "plain-quantized", module, f"it is {what}")
+    table = artifact.spelling.TRAITS.fp8
+    for module, each in artifact.others.items():
+        if not (table and table.input_scale and table.has_input_scale(each.form)):
+            continue
+        is_scaled = each.stem + table.input_scale in artifact.tensors
+        # Of a table rows are looked up: it has no activations. Layers inside an embedding have.
+        if not is_scaled and recipe.kind_of(f".{module.rpartition('.')[2]}") != "embedding":
+            detail = "it is FP8 with one scale, and has no scale of activations: engines that"
+            detail += " quantize them would compute garbage"
+            yield Finding("warning", "input-scale-missing", module, detail)
 
 
 def _check_unread(artifact: Artifact) -> Iterator[Finding]:
