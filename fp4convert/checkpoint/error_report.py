@@ -54,6 +54,8 @@ def report_text(
         summary["adapter"] = adapter
     if exact := summarise_exact(accounts.values()):
         summary["fake_quantized"] = exact
+    if zeros := [one.name for one in accounts.values() if not one.sums.signal]:
+        summary["zeros"] = {"tensors": len(zeros), "first": zeros[0]}
     head = {
         **{key: record.get(key) for key in HEAD},
         "summary": summary,

@@ -98,12 +98,8 @@ class _Reader:
                 return
             # An FP8 module may lack its input scale, though its engines want it.
             table = traits.fp8
-            if table and table.input_scale and table.has_input_scale(form):
+            if table and table.input_scale:
                 missing_allowed = (*missing_allowed, table.input_scale)
-                if stem + table.input_scale not in tensors:
-                    detail = "it is FP8 with one scale, and has no scale of activations"
-                    detail = f"{detail}: engines that quantize them would compute garbage"
-                    self.findings.append(Finding("warning", "input-scale-missing", stem, detail))
         is_whole, refs = True, []
         for spec in specs_of(shape):
             ref = tensors.get(stem + spec.name)

@@ -73,11 +73,15 @@ def _losses(result: Result) -> list[str]:
             " --global-scale that they were given; these are cut off"
         )
     for part in (asdict(result), *(result.components or ())):
-        fidelity = None if part.get("method") == "gptq" else part.get("fidelity")
-        least = fidelity.get("sqnr_db_min") if isinstance(fidelity, dict) else None
-        if isinstance(fidelity, dict) and isinstance(least, float) and least < LOW_SQNR:
+        fidelity, where = part.get("fidelity"), f" of {part['name']}" if "name" in part else ""
+        if not isinstance(fidelity, dict):
+            continue
+        if zeros := fidelity.get("zeros"):
+            detail = f"matrices{where} of zeros alone: {zeros['tensors']:,}, the first"
+            lost.append(f"{detail} {zeros['first']}; is the source whole?")
+        least = None if part.get("method") == "gptq" else fidelity.get("sqnr_db_min")
+        if isinstance(least, float) and least < LOW_SQNR:
             module = STORED_NAME.sub("", str(fidelity.get("worst")))
-            where = f" of {part['name']}" if "name" in part else ""
             lost.append(
                 f"{module}{where} lost much of its values: SQNR {least:.2f} dB, the lowest of all,"
                 f" where four bits keep about 20 dB; leave it as it is: {exclude_option(module)}"

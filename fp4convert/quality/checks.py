@@ -48,7 +48,7 @@ DRAFT_HEAD = (
     "it drafts tokens for another model, and no engine serves it alone: name it as the speculative"
     " model beside that one"
 )
-CLASS_WORDS = ("Linear", "Expert", "MoE", "Moe", "MLP", "Conv", "Embedding", "Attention", "Layer")
+EXPERT_CLASSES = ("Expert", "MoE", "Moe")  # parts of names of classes that hold linear layers
 # Last names of modules that are linear layers in every model.
 LINEARS = HEADS | {
     *("o_proj", "out_proj", "down_proj", "q_proj", "k_proj", "v_proj", "fc1", "fc2"),
@@ -111,7 +111,7 @@ def judge(
         layout, differing = match_source(artifact, source, sampled, phases)
     if layout is None and detected and detected != artifact.scale_layout:
         detail = f"block scales are declared {artifact.scale_layout} and are {detected}"
-        detail += "; engines would compute garbage"
+        detail += " by statistics; engines would compute garbage. --source decides"
         findings.append(Finding("error", "scale-layout", None, detail))
     if source is None:
         return Judged(tuple(findings), (), detected, read, scales)
@@ -258,6 +258,16 @@ def _check_modules_read(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]
             yield Finding("warning", "tied-head-quantized", module, f"it is {what}")
         else:
             yield Finding("warning", "plain-quantized", module, f"it is {what}")
+    table = artifact.spelling.TRAITS.fp8
+    for module, each in artifact.others.items():
+        if not (table and table.input_scale and table.has_input_scale(each.form)):
+            continue
+        is_scaled = each.stem + table.input_scale in artifact.tensors
+        # Of a table rows are looked up: it has no activations. Layers inside an embedding have.
+        if not is_scaled and recipe.kind_of(f".{module.rpartition('.')[2]}") != "embedding":
+            detail = "it is FP8 with one scale, and has no scale of activations: engines that"
+            detail += " quantize them would compute garbage"
+            yield Finding("warning", "input-scale-missing", module, detail)
 
 
 def _check_unread(artifact: Artifact) -> Iterator[Finding]:
@@ -371,9 +381,9 @@ def _check_targets(artifact: Artifact) -> Iterator[Finding]:
 
 
 def _is_class(target: str) -> bool:
-    """Tell whether a target may be a class of linear layers or their parent."""
+    """Tell whether a target is the class of linear layers, or of experts."""
     is_word = target[:1].isupper() and "." not in target
-    return is_word and any(word in target for word in CLASS_WORDS)
+    return target == "Linear" or (is_word and any(word in target for word in EXPERT_CLASSES))
 
 
 def _target_of(module: str, targets: Sequence[str]) -> str | None:

@@ -27,7 +27,7 @@ from fp4convert.quality.checks import (
     scale_nbytes,
 )
 from fp4convert.quality.engine_check import check_engine, judge_by_engines
-from fp4convert.quality.kept_values import check_vectors_finite
+from fp4convert.quality.kept_values import check_vectors
 from fp4convert.storage.safetensors import TensorRef, nbytes_of
 from fp4convert.storage.source import Source, stored_float
 
@@ -67,7 +67,7 @@ def describe_judged(
     others  findings that follow those of judge
     """
     findings = [*judged.findings, *others]
-    findings += check_vectors_finite(artifact, source is not None)
+    findings += check_vectors(artifact, source is not None)
     engines = [verdict.as_json() for verdict in judge_by_engines(artifact, findings)]
     findings += check_engine(artifact, findings, engine)
     return {

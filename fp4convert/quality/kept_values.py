@@ -1,8 +1,8 @@
-"""List the tensors that an artifact keeps; look for NaN and Inf in them."""
+"""List the tensors that an artifact keeps; find NaN, Inf and zeros."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -11,33 +11,32 @@ from fp4convert.checkpoint.encodings.int4 import find_affine
 from fp4convert.errors import Finding
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.fp8_int import FP8_DTYPES
-from fp4convert.progress import Phases
-from fp4convert.storage.safetensors import TensorRef
+from fp4convert.progress import Phases, count_text
+from fp4convert.storage.safetensors import WEIGHT, TensorRef
 
 PART_NBYTES = 8 << 20  # of a tensor, held at once
+LOOK_NBYTES = 64  # that show of most tensors that they are not zero
 WITH_NAN = {**FLOAT_DTYPES, **FP8_DTYPES, "F64": np.dtype(np.float64)}
 
 
-def check_all_finite(artifact: Artifact, phases: Phases, has_source: bool) -> Iterator[Finding]:
-    """Check that no kept tensor holds NaN or Inf.
+def check_kept(artifact: Artifact, phases: Phases, has_source: bool) -> Iterator[Finding]:
+    """Check that kept tensors are finite, and matrices and norms not zero.
 
     has_source  a source is compared, and has these values, too
     """
     kept = _find_kept(artifact)
     phases.begin("kept", sum(ref.nbytes for ref in kept))
-    for ref in kept:
-        yield from _check_finite(artifact, ref, has_source, phases)
+    yield from _check_values(artifact, kept, has_source, phases)
 
 
-def check_vectors_finite(artifact: Artifact, has_source: bool) -> Iterator[Finding]:
-    """Check that no norm or bias holds NaN or Inf.
+def check_vectors(artifact: Artifact, has_source: bool) -> Iterator[Finding]:
+    """Check that norms and biases are finite, and norms not zero.
 
     Not on the Hub, where every vector would be a request.
     """
     if not artifact.source.is_streamed:
-        for ref in _find_kept(artifact):
-            if len(ref.shape) == 1:
-                yield from _check_finite(artifact, ref, has_source)
+        vectors = [ref for ref in _find_kept(artifact) if len(ref.shape) == 1]
+        yield from _check_values(artifact, vectors, has_source)
 
 
 def _find_kept(artifact: Artifact) -> list[TensorRef]:
@@ -47,24 +46,46 @@ def _find_kept(artifact: Artifact) -> list[TensorRef]:
     ]
 
 
-def _check_finite(
-    artifact: Artifact, ref: TensorRef, has_source: bool, phases: Phases | None = None
+def _check_values(
+    artifact: Artifact, refs: list[TensorRef], has_source: bool, phases: Phases | None = None
 ) -> Iterator[Finding]:
-    bad, has_nan = 0, False
-    for part in split_bytes(ref):
-        stored = artifact.source.read_range(ref, *part)
-        values = np.frombuffer(stored, WITH_NAN[ref.dtype])
-        with np.errstate(invalid="ignore"):  # a signalling NaN
-            if own := int(np.count_nonzero(~np.isfinite(values))):
-                bad, has_nan = bad + own, has_nan or bool(np.isnan(values).any())
-        if phases:
-            phases.report(ref.name, len(stored))
-    if bad:
-        detail = f"it was kept with {bad} values that are NaN or Inf"
-        is_fatal = has_nan and len(ref.shape) == 1 and not has_source
-        if is_fatal:
-            detail += ": a norm, a bias or another vector with NaN makes NaN of what follows"
-        yield Finding("error" if is_fatal else "warning", "kept-not-finite", ref.name, detail)
+    zeros: list[str] = []
+    for ref in refs:
+        bad, has_nan = 0, False
+        is_matrix = len(ref.shape) == 2 and min(ref.shape) > 1 and ref.name.endswith(WEIGHT)
+        is_zero = is_matrix or _is_norm(ref.name)  # until another number is seen
+        for part in split_bytes(ref):
+            stored = artifact.source.read_range(ref, *part)
+            is_zero = is_zero and not any(stored[:LOOK_NBYTES]) and not np.any(np.asarray(stored))
+            values = np.frombuffer(stored, WITH_NAN[ref.dtype])
+            with np.errstate(invalid="ignore"):  # a signalling NaN
+                if own := int(np.count_nonzero(~np.isfinite(values))):
+                    bad, has_nan = bad + own, has_nan or bool(np.isnan(values).any())
+            if phases:
+                phases.report(ref.name, len(stored))
+        zeros += [ref.name] if is_zero else []
+        if bad:
+            detail = f"it was kept with {bad} values that are NaN or Inf"
+            is_fatal = has_nan and len(ref.shape) == 1 and not has_source
+            if is_fatal:
+                detail += ": a norm, a bias or another vector with NaN makes NaN of what follows"
+            yield Finding("error" if is_fatal else "warning", "kept-not-finite", ref.name, detail)
+    # Where most norms are zero they are added to 1, as in fresh models of Gemma and Qwen3-Next.
+    zero_norms, norms = (sum(map(_is_norm, names)) for names in (zeros, artifact.tensors))
+    if named := [name for name in zeros if 2 * zero_norms <= norms or not _is_norm(name)]:
+        yield describe_zeros(named, "kept")
+
+
+def _is_norm(name: str) -> bool:
+    """Return whether a tensor has the name of a norm's weight."""
+    leaf = name.removesuffix(WEIGHT).rpartition(".")[2].lower()
+    return name.endswith(WEIGHT) and ("norm" in leaf or leaf.startswith("ln"))
+
+
+def describe_zeros(names: Sequence[str], kind: str) -> Finding:
+    """Report weights of zeros alone."""
+    detail = f"zeros alone in {count_text(len(names), f'{kind} weight')}, the first {names[0]}"
+    return Finding("warning", "zero-weights", names[0], detail)
 
 
 def own_names(artifact: Artifact) -> set[str]:

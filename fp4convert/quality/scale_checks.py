@@ -21,6 +21,7 @@ from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, LARGEST_CODE, block_steps
 from fp4convert.numerics.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Format
 from fp4convert.numerics.matrices import Blocks, Quantized, row_panels
+from fp4convert.quality.kept_values import describe_zeros, split_bytes
 from fp4convert.recipes.recipe import gather_groups, group_members, scale_groups
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import TensorRef
@@ -29,6 +30,7 @@ from fp4convert.storage.source import read_each, stored_float
 ONLY_ONE = "; engines that fuse them use only one"
 MOST_LABEL_NBYTES = 1 << 12  # of a module's label, which is JSON
 LOOK_NBYTES = 1 << 16  # of a module's codes, where scales are zero
+WITHOUT_SIGNS = 0x77  # of both codes of a byte
 SMALLEST_AMAX, LARGEST_AMAX = 2.0**-20, 2.0**16  # that weights have; fp16 ends at 65504
 ZEROS_SHARE = 0.01  # of blocks; what rounding to zero leaves in honest artifacts is less
 FEW_SCALES, LOWEST_BYTE = 6, 0x40  # E4M3 scales are many, or small, or powers of two
@@ -196,7 +198,7 @@ def _check_block_scales(
     artifact: Artifact, modules: Sequence[str], report: Callable[[str, int], None]
 ) -> list[Finding]:
     """Check the bytes of block scales, module by module and together."""
-    findings = []
+    findings, zeros = list[Finding](), list[str]()
 
     def count(module: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         q = artifact.decode(module)
@@ -212,6 +214,9 @@ def _check_block_scales(
         if negative := int(counts[steps < 0].sum()):
             detail = f"{negative} blocks have a negative scale"
             findings.append(Finding("error", "scale-negative", module, detail))
+        # Dialects give all blocks of such a matrix one scale.
+        if np.count_nonzero(counts) == 1 and _is_zero(artifact, module):
+            zeros.append(module)
         # A block of the scale zero holds nothing, whatever its codes say.
         if not counts[steps == 0].sum():
             continue
@@ -221,6 +226,8 @@ def _check_block_scales(
             is_rounding = erased <= ZEROS_SHARE * counts.sum()
             level: Level = "warning" if is_rounding else "error"
             findings.append(Finding(level, "scale-zero", module, detail))
+    if zeros:
+        findings.append(describe_zeros(zeros, "four-bit"))
     for fmt in dict.fromkeys(form.format for form in artifact.forms):
         own = [
             counts
@@ -229,6 +236,14 @@ def _check_block_scales(
         ]
         findings += _check_dtype(fmt, own)
     return findings
+
+
+def _is_zero(artifact: Artifact, module: str) -> bool:
+    """Return whether codes of a module are zero; from the Hub, the first."""
+    q = artifact.decode(module)
+    panels = [*row_panels(q.shape)][: 1 if artifact.source.is_streamed else None]
+    codes = (np.frombuffer(q.rows(*panel).packed, np.uint8) for panel in panels)
+    return not any((packed & WITHOUT_SIGNS).any() for packed in codes)
 
 
 def _count_erased_blocks(q: Blocks, steps: NDArray[np.float32], is_remote: bool) -> int:
@@ -250,7 +265,7 @@ def _count_erased_blocks(q: Blocks, steps: NDArray[np.float32], is_remote: bool)
         rows = q.rows(first + begin, first + begin + len(is_zero))
         packed = np.frombuffer(rows.packed, np.uint8).reshape(*is_zero.shape, -1)[is_zero]
         seen += int(is_zero.sum())
-        erased += int((packed & 0x77).any(axis=-1).sum())  # without the signs of both codes
+        erased += int((packed & WITHOUT_SIGNS).any(axis=-1).sum())
     return round(erased * zeros / seen) if seen else 0
 
 
@@ -287,15 +302,23 @@ def check_other_scales(artifact: Artifact) -> Iterator[Finding]:
         return
     from fp4convert.checkpoint.encodings.fp8 import decode_scales
 
+    zeros, source = list[str](), artifact.source
     for module, packed in artifact.others.items():
         ref = packed.refs[1]
-        values = decode_scales(artifact.source.read_range(ref, 0, ref.nbytes), ref.dtype)
+        values = decode_scales(source.read_range(ref, 0, ref.nbytes), ref.dtype)
+        if packed.form.format.is_fp8 and not source.is_streamed and np.ptp(values) == 0:
+            codes = packed.refs[0]
+            parts = ((0, min(codes.nbytes, LOOK_NBYTES)), *split_bytes(codes))
+            read = (np.frombuffer(source.read_range(codes, *part), np.uint8) for part in parts)
+            zeros += [] if any((part & 0x7F).any() for part in read) else [module]
         if bad := int(np.count_nonzero(~np.isfinite(values))):
             detail = f"{bad} of its {values.size} scales are not finite"
             yield Finding("error", "scale-not-finite", module, detail)
         if negative := int(np.count_nonzero(values < 0)):
             detail = f"{negative} of its {values.size} scales are negative"
             yield Finding("error", "scale-negative", module, detail)
+    if zeros:
+        yield describe_zeros(zeros, "eight-bit")
 
 
 def _check_labels(artifact: Artifact, modules: Collection[str]) -> Iterator[Finding]:

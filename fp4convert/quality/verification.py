@@ -19,7 +19,7 @@ from fp4convert.numerics.error_sums import summarise
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import Judged, check_headers, choose_modules, is_healthy, judge
 from fp4convert.quality.engine_check import check_engine
-from fp4convert.quality.kept_values import check_all_finite
+from fp4convert.quality.kept_values import check_kept
 from fp4convert.quality.record_checks import (
     check_codes,
     check_hashes,
@@ -205,7 +205,7 @@ def verify_judged(
     # 2. The hashes of files, the signature, and the tensors that were kept.
     findings += check_hashes(artifact, hashes := dict[str, str](), phases)
     signature, signed = check_signature(artifact, verifier, hashes, phases)
-    findings += [*signed, *check_all_finite(artifact, phases, source is not None)]
+    findings += [*signed, *check_kept(artifact, phases, source is not None)]
     # 3. Every tensor against the source, and the report against codes or measured losses.
     report, damages = read_recorded(artifact)
     findings += damages

@@ -236,6 +236,24 @@ def test_an_fp8_module_without_a_static_scale_of_activations(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("leaf", "code", "is_asked"),
+    [
+        ("ple.ple_embedding.ngram_embedding", 0, False),  # the table of Qwen's n-grams
+        ("patch_embed.proj", 6, True),
+    ],
+)
+def test_a_table_in_fp8_has_no_activations(leaf, code, is_asked, tmp_path):
+    """vLLM 0.33, models/qwen4_exp: a scale for the table's rows, and nothing is multiplied."""
+    name = f"model.layers.0.{leaf}"
+    folder = write_mo(tmp_path / "a", **fp8(name, ()))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["quantized_layers"][name] = {"quant_algo": "FP8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert (("warning", "input-scale-missing", name) in findings(folder)) == is_asked
+    assert run("inspect", folder, "--for", "vllm").code == code
+
+
 def test_a_module_that_no_group_names(tmp_path):
     other = "model.layers.0.cross_attn.o_proj"
     assert findings(write_ct(tmp_path / "a", **fp4(CT, "nvfp4", other))) == [
