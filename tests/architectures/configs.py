@@ -232,7 +232,7 @@ def values(
             if not value:
                 yield True, [type(value)(1), filled(node, key)]
             elif may_be_none or not SIZE.search(key) or PART.search(key):
-                yield False, [None, 0] if may_be_none else [0]
+                yield False, [None if may_be_none else 0]
         case list() | tuple() | dict() if is_tested and value:
             yield False, [None, type(value)()]
 

@@ -41,7 +41,7 @@ def described(
 
 
 def _change(build: Build, layout: Layout, telling: list[Settings], flip: Flip) -> Layout:
-    """Return what a flip changes; nothing where None and 0 do not say the same."""
+    """Return what a flip changes; nothing where None and [] do not say the same."""
     found: list[Layout] = []
     for ways in flip.ways:
         made = next(filter(None, (_flipped(build, telling, way) for way in ways)), [])
