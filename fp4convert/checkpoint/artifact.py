@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fp4convert.numerics.low_rank import Correction
 
 # Faults of records for engines, which leave no doubt about the weights.
-CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})
+CLEAR_ENOUGH = frozenset({"record-key", "record-status", "record-strategy"})
 # Names of methods that records write in small letters.
 FOREIGN = {
     name.lower(): name for name in ("AQLM", "AWQ", "EETQ", "GPTQ", "HQQ", "Quanto", "SpQR", "VPTQ")
@@ -376,7 +376,7 @@ def _compare_records(
         yield Finding("error", "records-disagree", None, detail)
     if len(recorded) == 1:
         expected = recognised[0].form if len(recognised) == 1 else recorded[0].form
-        for key, value in describe_form(expected, spelling).items():
+        for key, value in {"kv_cache": None, **describe_form(expected, spelling)}.items():
             if record.get(key) != value:
                 detail = f"{RECORD} says {key} = {record.get(key)!r}, and {dialect} has {value!r}"
                 yield Finding("error", "record-wrong", None, detail)

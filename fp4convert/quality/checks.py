@@ -48,7 +48,7 @@ DRAFT_HEAD = (
     "it drafts tokens for another model, and no engine serves it alone: name it as the speculative"
     " model beside that one"
 )
-CLASS_WORDS = ("Linear", "Expert", "MoE", "Moe", "MLP", "Conv", "Embedding", "Attention", "Layer")
+EXPERT_CLASSES = ("Expert", "MoE", "Moe")  # parts of names of classes that hold linear layers
 # Last names of modules that are linear layers in every model.
 LINEARS = HEADS | {
     *("o_proj", "out_proj", "down_proj", "q_proj", "k_proj", "v_proj", "fc1", "fc2"),
@@ -111,7 +111,7 @@ def judge(
         layout, differing = match_source(artifact, source, sampled, phases)
     if layout is None and detected and detected != artifact.scale_layout:
         detail = f"block scales are declared {artifact.scale_layout} and are {detected}"
-        detail += "; engines would compute garbage"
+        detail += " by statistics; engines would compute garbage. --source decides"
         findings.append(Finding("error", "scale-layout", None, detail))
     if source is None:
         return Judged(tuple(findings), (), detected, read, scales)
@@ -379,9 +379,9 @@ def _check_targets(artifact: Artifact) -> Iterator[Finding]:
 
 
 def _is_class(target: str) -> bool:
-    """Tell whether a target may be a class of linear layers or their parent."""
+    """Tell whether a target is the class of linear layers, or may be of experts."""
     is_word = target[:1].isupper() and "." not in target
-    return is_word and any(word in target for word in CLASS_WORDS)
+    return target == "Linear" or (is_word and any(word in target for word in EXPERT_CLASSES))
 
 
 def _target_of(module: str, targets: Sequence[str]) -> str | None:

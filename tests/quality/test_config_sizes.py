@@ -118,7 +118,7 @@ RECORDS = [
     (
         "compressed-tensors",
         lambda config: change_weights(config, nonsense=3),
-        {("warning", "record-key")},
+        {("error", "record-key")},
     ),
     (
         "compressed-tensors",

@@ -108,7 +108,6 @@ notes = nothing
 _PREFIX = r"(?:.*\.)?"  # that an engine may put before a name
 _SPANNING = ("mixed-precision", "naive-quantized")
 _WORDS = {FP8: "float-quantized", MXFP8: "mxfp8-quantized", INT4: "pack-quantized"}
-_STRATEGIES = ((NVFP4.block_size, "tensor_group"), (MXFP4.block_size, "group"))
 # By the format; a dtype is also written without "torch.".
 _SCALE_DTYPES = {
     NVFP4.name: ("torch.float8_e4m3fn", "float8_e4m3fn"),
@@ -116,15 +115,19 @@ _SCALE_DTYPES = {
     MXFP8.name: ("torch.uint8", "uint8"),
 }
 # That compressed-tensors 0.20 takes in QuantizationScheme and QuantizationArgs; it forbids others.
-_SCHEME_KEYS = frozenset(
-    {"targets", "weights", "input_activations", "output_activations", "format"}
-)
-_WEIGHT_KEYS = frozenset(
-    {
-        *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic"),
-        *("actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
-    }
-)
+_SCHEME_KEYS = {"targets", "weights", "input_activations", "output_activations", "format"}
+# The arguments of weights and activations that it takes, and their defaults.
+_ARGUMENTS: Json = {
+    **{"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, "group_size": None},
+    **{"strategy": None, "block_structure": None, "actorder": None, "scale_dtype": None},
+    **{"zp_dtype": None, "observer": None, "observer_kwargs": None},
+}
+_OF_MAKERS = {"zp_dtype", "observer", "observer_kwargs"}  # no engine reads them of four bits
+# Values that engines take for those of _scheme.
+_ALSO: dict[str, dict[str, tuple[object, ...]]] = {
+    "weights": {"actorder": (False, "weight", "static")},
+    "input_activations": {"dynamic": (True,)},
+}
 _FP8_CACHE = {
     "num_bits": 8,
     "type": "float",
@@ -307,7 +310,7 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
         kind = "fp" if cache.get("type") == "float" else cache.get("type")
         kv_cache = f"{kind}{cache.get('num_bits')}"
         blocks = cache.get("group_size"), cache.get("strategy")
-        kv_cache = NVFP4.name if kv_cache == "fp4" and blocks == _STRATEGIES[0] else kv_cache
+        kv_cache = NVFP4.name if kv_cache == "fp4" and blocks == (16, "tensor_group") else kv_cache
     schemes = [(_form(record, scheme, kv_cache), scheme) for scheme in schemes_of(record)]
     found = [(form, strings(scheme.get("targets"))) for form, scheme in schemes if form]
     if not found:
@@ -375,36 +378,36 @@ def judge(clues: Clues) -> Iterator[Finding]:
     if record.get("transform_config"):
         detail = "weights are rotated (transform_config), which only its engine can undo"
         yield Finding("error", "record-transform", None, detail)
-    names = (NVFP4.name, MXFP4.name)
+    if json_object(record.get("sparsity_config")).get("targets"):
+        detail = "weights are declared sparse (sparsity_config), which vLLM 0.33 refuses"
+        yield Finding("error", "record-strategy", None, detail)
     for scheme in schemes_of(record):
-        fmt = str(scheme.get("format") or record.get("format", ""))
-        if not fmt.endswith("-pack-quantized") or not fmt.startswith(names):
-            continue
-        weights = json_object(scheme.get("weights"))
-        size, strategy = weights.get("group_size"), weights.get("strategy")
-        if (size, strategy) not in _STRATEGIES:
-            detail = f"a group of modules has strategy {strategy!r} and group_size {size!r}"
-            expected = 'expected "tensor_group" of 16 or "group" of 32'
-            yield Finding("error", "record-strategy", None, f"{detail}; {expected}")
-        bits, kind = weights.get("num_bits"), weights.get("type")
-        symmetric = weights.get("symmetric", True)
-        if (bits, kind, symmetric) != (4, "float", True):
-            detail = f"a group of modules has num_bits {bits!r}, type {kind!r}"
-            detail = f'{detail} and symmetric {symmetric!r}; expected 4, "float" and true'
-            yield Finding("error", "record-strategy", None, detail)
-        scale_dtype, known = weights.get("scale_dtype"), _SCALE_DTYPES[fmt[:5]]
-        if scale_dtype not in (None, *known):
-            detail = f"a group of modules has scale_dtype {scale_dtype!r}"
-            expected = f"expected {known[0]!r}, or none"
-            yield Finding("error", "record-strategy", None, f"{detail}; {expected}")
-        unknown = [*(scheme.keys() - _SCHEME_KEYS), *(weights.keys() - _WEIGHT_KEYS)]
-        if unknown:
-            detail = f"a group of modules has the key {sorted(unknown)[0]!r}"
-            detail += ", which compressed-tensors 0.20 does not know: it refuses the whole record"
-            yield Finding("warning", "record-key", None, detail)
-        if not strings(scheme.get("targets")):
-            detail = 'a group of modules has no targets; expected ["Linear"]'
-            yield Finding("error", "record-strategy", None, detail)
+        word = scheme.get("format") or record.get("format")
+        fmt = next((known for known in (NVFP4, MXFP4) if word == _word(known)), None)
+        yield from _judge_scheme(scheme, fmt)
+
+
+def _judge_scheme(scheme: Json, fmt: Format | None) -> Iterator[Finding]:
+    """Find the faults of a group of modules."""
+    weights, inputs = (json_object(scheme.get(key)) for key in _ALSO)
+    if unknown := {*scheme} - _SCHEME_KEYS | {*weights, *inputs} - _ARGUMENTS.keys():
+        detail = f"a group of modules has the key {min(unknown)!r}"
+        detail += ", which compressed-tensors 0.20 does not know: it refuses the whole record"
+        yield Finding("error", "record-key", None, detail)
+    if fmt is None:
+        return
+    scheme = _scheme(Form(fmt, ACTIVATIONS_FP4), [])
+    # vLLM also reads MXFP4 with activations of FP8.
+    is_fp8 = fmt is MXFP4 and (inputs.get("num_bits"), inputs.get("type")) == (8, "float")
+    for (section, others), found in zip(_ALSO.items(), (weights, inputs), strict=True):
+        expected = json_object(scheme[section])
+        also = {**others, "scale_dtype": (None, *_SCALE_DTYPES[fmt.name])}
+        is_read = found is weights or (inputs and not is_fp8)
+        for key, default in _ARGUMENTS.items() if is_read else ():
+            value, wanted = found.get(key, default), expected.get(key)
+            if key not in _OF_MAKERS and value not in (wanted, *also.get(key, ())):
+                detail = f"a group of modules has {key} {value!r} of {section}; expected {wanted!r}"
+                yield Finding("error", "record-strategy", None, detail)
 
 
 def ignores(clues: Clues) -> Callable[[str], bool]:

@@ -155,6 +155,11 @@ def judge(clues: Clues) -> Iterator[Finding]:
     if any(declared != found[0] for declared in found):
         detail = "quantization and quantization_config of config.json differ; expected two alike"
         yield Finding("error", "records-disagree", None, detail)
+    numbers = json_object(clues.config.get(MLX_KEYS[0]))
+    for module in numbers.keys() & {*find(clues.tensors)}:
+        if (own := json_object(numbers[module])) and _form(own) is None:
+            detail = f"config.json says {own} of it; its scales are of four bits, or of MXFP8"
+            yield Finding("error", "record-strategy", module, detail)
     yield from doubt_stacks(
         [
             ref

@@ -263,13 +263,19 @@ def judge(clues: Clues) -> Iterator[Finding]:
         detail = f"quant_algo is {record['quant_algo']}, and no group has input_activations"
         detail = f"{detail}: only weights have four bits, which the name {_ALGORITHMS[16]} says"
         yield Finding("note", "activations-unsaid", None, detail)
-    if not record or not nested:
-        return
+    if not record and nested.get("quant_algo") == _ALGORITHMS[16]:
+        detail = (
+            f"config.json has no record: by {ENGINE_RECORD} alone vLLM knows no {_ALGORITHMS[16]}"
+        )
+        yield Finding("warning", "record-refused", None, detail)
     sizes = {size for group in groups if (size := group.form.format.block_size)}
-    for file, each in (("config.json", record), (ENGINE_RECORD, nested)):
+    weights = [("config.json", json_object(one.get("weights"))) for one in schemes_of(record)]
+    for file, each in (("config.json", record), *weights, (ENGINE_RECORD, nested)):
         if sizes and each.get("group_size", min(sizes)) not in sizes:
             detail = f"{file} says group_size {each['group_size']!r}; expected {min(sizes)}"
             yield Finding("error", "record-strategy", None, detail)
+    if not record or not nested:
+        return
     only_one = "only one of config.json and hf_quant_config.json"
     caches = {form.kv_cache if form else None, _cache_asked(nested)}
     if len(caches) > 1:

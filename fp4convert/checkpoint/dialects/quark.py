@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import zip_longest
 
 from fp4convert.checkpoint.dialects.base import (
     Clues,
@@ -35,7 +36,7 @@ from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
 from fp4convert.checkpoint.dialects.tables import Scalars, Table
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES, MXFP4, NVFP4
-from fp4convert.recipes.patterns import matches_any
+from fp4convert.recipes.patterns import matches_any, sift
 from fp4convert.storage.safetensors import WEIGHT
 
 METHOD = METHODS["quark"]
@@ -51,6 +52,12 @@ SCALE_DTYPES = {NVFP4: "F8_E4M3", MXFP4: "U8"}
 TABLE = Table((".weight", "U8"), ".weight_scale", SCALE_DTYPES, TRAITS.scalars)
 outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
 stems, stored_shape, slots, unfit = each_alone, TABLE.stored_shape, whole, TABLE.unfit
+_CONFIGS = ("global_quant_config", "layer_quant_config", "layer_type_quant_config")
+# Of specs: keys that Quark needs, and those that say how codes were made.
+_NEEDED = ("symmetric", "is_dynamic", "ch_axis")
+_OF_MAKERS = {
+    *("symmetric", "mx_element_dtype", "round_method", "scale_calculation_mode", "scale_type")
+}
 _APART = ("*embed*", "*head*", "*wte*", "*wpe*", "*norm*")  # which engines build without a record
 find, notes = partial(stems_of_scales, endings=TRAITS.suffixes), nothing
 
@@ -144,10 +151,46 @@ def judge(clues: Clues) -> Iterator[Finding]:
     if "rotation" in str(clues.record.get("algo_config")):
         detail = "weights are rotated (algo_config), which only its engine can undo"
         yield Finding("error", "record-transform", None, detail)
+    groups = recognise(clues)
+    faults = _find_faults(clues, groups[0].form) if groups else ()
+    for fault in dict.fromkeys(filter(None, faults)):
+        yield Finding("error", "record-strategy", None, f"{fault}, with which readers refuse it")
     if hidden := _by_wildcard(clues):
         detail = f"`exclude` names {len(hidden)} linear layers by wildcards alone, the first"
         detail = f"{detail} {hidden[0]}: vLLM and SGLang would take them for four-bit ones"
         yield Finding("warning", "exclude-wildcard", None, detail)
+
+
+def _find_faults(clues: Clues, form: Form) -> Iterator[str]:
+    """Describe numbers that no reader takes for those of the codes."""
+    weights = _spec(form, is_dynamic=False)
+    everything, named, types = (json_object(clues.record.get(key)) for key in _CONFIGS)
+    yield _differ(everything.get("weight"), weights)
+    odd = {key: _differ(json_object(named[key]).get("weight"), weights) for key in named}
+    fitting = any(sift(tuple(key for key in odd if odd[key]), find(clues.tensors)))
+    yield from odd.values() if fitting else ()
+    yield from (_differ(json_object(each).get("weight"), weights) for each in types.values())
+    inputs = everything.get("input_tensors")
+    dtype = json_object(inputs[0] if isinstance(inputs, list) and inputs else inputs).get("dtype")
+    if dtype == "fp4":
+        yield _differ(inputs, _spec(form, is_dynamic=True))
+    elif inputs and not str(dtype).startswith("fp"):  # vLLM reads FP8 and FP6
+        yield f"dtype {dtype!r} of input_tensors"
+    yield from (f"{key} are quantized" for key in ("output_tensors", "bias") if everything.get(key))
+    caches = json_object(clues.record.get("export")).get("kv_cache_group")
+    if not isinstance(caches, list) or not {*strings(caches)} <= named.keys():
+        yield f"kv_cache_group {caches!r} of export"
+
+
+def _differ(found: object, wanted: object) -> str:
+    """Describe how a description of tensors differs from ours; "" if it does not."""
+    specs = [each if isinstance(each, list) else [each] for each in (found, wanted)]
+    for own, expected in zip_longest(*(map(json_object, each) for each in specs), fillvalue=Json()):
+        for key, value in expected.items():
+            is_other = key not in _OF_MAKERS and (own.get(key) or None) != (value or None)
+            if is_other or (key in _NEEDED and key not in own):
+                return f"{key} {own.get(key)!r}, expected {value!r}"
+    return ""
 
 
 def _by_wildcard(clues: Clues) -> list[str]:
