@@ -379,7 +379,7 @@ def _check_targets(artifact: Artifact) -> Iterator[Finding]:
 
 
 def _is_class(target: str) -> bool:
-    """Tell whether a target is the class of linear layers, or may be of experts."""
+    """Tell whether a target is the class of linear layers, or of experts."""
     is_word = target[:1].isupper() and "." not in target
     return target == "Linear" or (is_word and any(word in target for word in EXPERT_CLASSES))
 

@@ -183,7 +183,7 @@ def _find_faults(clues: Clues, form: Form) -> Iterator[str]:
 
 
 def _differ(found: object, wanted: object) -> str:
-    """Describe how a description of tensors differs from ours; "" if it does not."""
+    """Describe how a spec of tensors differs from ours; "" if not."""
     specs = [each if isinstance(each, list) else [each] for each in (found, wanted)]
     for own, expected in zip_longest(*(map(json_object, each) for each in specs), fillvalue=Json()):
         for key, value in expected.items():
