@@ -1,4 +1,4 @@
-"""List the tensors that an artifact keeps; look for NaN, Inf and zeros in them."""
+"""List the tensors that an artifact keeps; find NaN, Inf and zeros."""
 
 from __future__ import annotations
 

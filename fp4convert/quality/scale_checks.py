@@ -239,7 +239,7 @@ def _check_block_scales(
 
 
 def _is_zero(artifact: Artifact, module: str) -> bool:
-    """Return whether all codes of a module are zero, or those seen from the Hub."""
+    """Return whether codes of a module are zero; from the Hub, the first."""
     q = artifact.decode(module)
     panels = [*row_panels(q.shape)][: 1 if artifact.source.is_streamed else None]
     codes = (np.frombuffer(q.rows(*panel).packed, np.uint8) for panel in panels)

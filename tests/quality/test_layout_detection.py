@@ -159,7 +159,7 @@ def test_minilm_is_seen_in_every_layout(fmt: str, true: str) -> None:
         ("linear", "linear", {"nvfp4": "linear", "mxfp4": "linear"}),
         ("128x4", "linear", {"nvfp4": "128x4", "mxfp4": "128x4"}),
         ("8x4", "128x4", {"nvfp4": "8x4", "mxfp4": "8x4"}),
-        ("linear", "128x4", {"nvfp4": "linear", "mxfp4": None}),
+        ("linear", "128x4", {"nvfp4": "linear", "mxfp4": "linear"}),
     ],
 )
 @pytest.mark.parametrize("fmt", FP4_FORMATS)
@@ -167,6 +167,28 @@ def test_minilm_is_named_whatever_it_declares(
     fmt: str, true: str, declared: str, found: dict[str, str | None]
 ) -> None:
     assert detect_layout(stored(minilm(fmt), FP4_FORMATS[fmt], true), declared) == found[fmt]
+
+
+def cut(name: str, columns: int, first: int = 0, last: int = 37) -> list[Bytes]:
+    """The first columns of some of MiniLM's matrices."""
+    blocks = columns // FP4_FORMATS[name].block_size
+    return [np.ascontiguousarray(each[:, :blocks]) for each in minilm(name)[first:last]]
+
+
+@pytest.mark.parametrize("true", LAYOUTS)
+@pytest.mark.parametrize("fmt", FP4_FORMATS)
+def test_256_columns_are_told_from_linear(fmt: str, true: str) -> None:
+    """No layout leads over the structures of all others; rows and columns alone say it."""
+    matrices = stored(cut(fmt, 256), FP4_FORMATS[fmt], true)
+    assert detect_layout(matrices, "linear") == (None if true == "linear" else true)
+
+
+@pytest.mark.parametrize("fmt", FP4_FORMATS)
+@pytest.mark.parametrize(("columns", "count"), [(128, 2), (256, 1), (256, 4), (384, 1), (384, 8)])
+def test_parts_of_minilm_are_never_called_swizzled(fmt: str, columns: int, count: int) -> None:
+    for first in range(0, 37 - count, 9):
+        matrices = stored(cut(fmt, columns, first, first + count), FP4_FORMATS[fmt], "linear")
+        assert detect_layout(matrices, "linear") in (None, "linear"), first
 
 
 @pytest.mark.parametrize("true", LAYOUTS)
