@@ -22,7 +22,7 @@ def renamings_of(model: Any) -> list[list[Any]]:
 
 
 def legacy() -> list[list[Any]]:
-    """Return the renamings of every class: of names that old versions of torch and TensorFlow gave."""
+    """Return the renamings of every class: names of old versions of torch and TensorFlow."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     return _rows(get_checkpoint_conversion_mapping("legacy") or ())
@@ -72,7 +72,7 @@ def free_models(model: Any) -> dict[str, list[str]]:
             continue
         for path, config in inside:
             if module.config is config:
-                base = bases[type(config)] if type(config) in bases else None
+                base = bases.get(type(config), None)
                 classes = base if isinstance(base, tuple) else (base,)
                 is_base = type(module) in classes
                 found[name] = [path, config.model_type, "bases" if is_base else "causal"]

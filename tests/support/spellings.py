@@ -213,12 +213,15 @@ def records(
             "ignore": ["lm_head"],
         }
     elif dialect == "quark":
-        numbers = {"dtype": "fp4", "qscheme": "per_group", "group_size": BLOCK[fmt]}
-        stages = (
-            numbers if fmt == "mxfp4" else [numbers, {"dtype": "fp8_e4m3", "is_scale_quant": True}]
-        )
+        numbers = {"dtype": "fp4", "qscheme": "per_group", "group_size": BLOCK[fmt], "ch_axis": -1}
+        scales = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_scale_quant": True}
+        needed = {"symmetric": None, "is_dynamic": False, "observer_cls": "PerBlockMXObserver"}
+        numbers, scales = numbers | needed, needed | scales
+        scales |= {"observer_cls": "PerTensorMinMaxObserver", "ch_axis": None, "symmetric": True}
+        stages = numbers if fmt == "mxfp4" else [numbers, scales]
         scheme = {"weight": stages, "input_tensors": stages if four else None}
         record = {"quant_method": dialect, "global_quant_config": scheme, "exclude": ["lm_head"]}
+        record["export"] = {"kv_cache_group": []}
     elif dialect == "mlx":
         return {
             "config.json": {
