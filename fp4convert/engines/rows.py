@@ -60,6 +60,13 @@ class Contents(NamedTuple):
     fault: str = ""
 
 
+    @property
+    def formats(self) -> str:
+        """Return formats with the bits of activations, and the cache's, as one word."""
+        words = {f"{part.format.replace(' ', '-')}/{part.activations}" for part in self.parts}
+        return "+".join([*sorted(words), *([f"kv-{self.cache}"] if self.cache else [])])
+
+
 class Condition(NamedTuple):
     """Artifacts that a row is about; an empty key fits every artifact.
 
@@ -145,6 +152,7 @@ class Row(NamedTuple):
     source   address of a thread, or package, version and file that was read or run
     tried    the evidence
     proof    the test here that runs it; "" for none
+    ran      the classes, or types of models, that this test runs
     lines    FILE: TEXT of that package's code, which `make engines` looks for
     """
 
@@ -156,6 +164,7 @@ class Row(NamedTuple):
     source: str
     tried: Tried
     proof: str = ""
+    ran: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
 
 
