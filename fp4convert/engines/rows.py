@@ -30,6 +30,11 @@ class Part(NamedTuple):
     activations: int
     is_expert: bool
 
+    @property
+    def word(self) -> str:
+        """Return the format as one word, of experts as "experts-nvfp4"."""
+        return ("experts-" if self.is_expert else "") + self.format.replace(" ", "-")
+
 
 class Contents(NamedTuple):
     """Facts of an artifact that decide which engines load it.
@@ -59,11 +64,10 @@ class Contents(NamedTuple):
     files: frozenset[str] = frozenset()
     fault: str = ""
 
-
     @property
     def formats(self) -> str:
-        """Return formats with the bits of activations, and the cache's, as one word."""
-        words = {f"{part.format.replace(' ', '-')}/{part.activations}" for part in self.parts}
+        """Return formats with the bits of activations, of experts too, and the cache's."""
+        words = {f"{part.word}/{part.activations}" for part in self.parts}
         return "+".join([*sorted(words), *([f"kv-{self.cache}"] if self.cache else [])])
 
 

@@ -175,7 +175,9 @@ def _front_matter(plan: Plan, source: Source, known: Mapping[str, Any]) -> str:
     ours: dict[str, Any] = {}
     if checkpoint.repo:
         ours |= {"base_model": checkpoint.repo, "base_model_relation": "quantized"}
-    loads = {each.engine.key for each in judge_all(plan_contents(plan, checkpoint)) if each.may_load}
+    loads = {
+        each.engine.key for each in judge_all(plan_contents(plan, checkpoint)) if each.may_load
+    }
     if "transformers" in loads and checkpoint.config.get("architectures"):
         ours["library_name"] = "transformers"
     elif "mlx" in loads:

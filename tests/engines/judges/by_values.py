@@ -27,7 +27,9 @@ class Loaded(NamedTuple):
     before: dict[str, torch.Tensor]
 
 
-def compare_values(loaded: Loaded, restored: Loaded, artifact: Path, source: Path) -> dict[str, Any]:
+def compare_values(
+    loaded: Loaded, restored: Loaded, artifact: Path, source: Path
+) -> dict[str, Any]:
     """Say in one row what the engine holds of an artifact."""
     faults: list[str] = []
     mine = dict(loaded.model.named_parameters())
@@ -36,11 +38,15 @@ def compare_values(loaded: Loaded, restored: Loaded, artifact: Path, source: Pat
     codes = 0
     for name, module in loaded.model.named_modules():
         for prefix in PREFIXES:
-            packed = next((f"{prefix}{word}" for word in CODES if is_packed(module, prefix + word)), "")
+            packed = next(
+                (f"{prefix}{word}" for word in CODES if is_packed(module, prefix + word)), ""
+            )
             if not packed:
                 continue
             stem = f"{name}.{prefix}" if name else prefix
-            used |= {each for each in mine if each.startswith(stem) and "." not in each[len(stem) :]}
+            used |= {
+                each for each in mine if each.startswith(stem) and "." not in each[len(stem) :]
+            }
             codes += getattr(module, packed).numel()
             value = dequantized(module, prefix, packed)
             wanted = other.get(f"{stem}weight")
@@ -51,23 +57,42 @@ def compare_values(loaded: Loaded, restored: Loaded, artifact: Path, source: Pat
             if not is_exact:
                 shapes = f"{list(value.shape)}, bf16 {list(wanted.shape)}"
                 unread = bool((raw(getattr(module, packed)) == POISON).all())
-                faults.append(f"{'unset' if unread else 'differs'} {stem}{packed[len(prefix):]} {shapes}")
+                faults.append(
+                    f"{'unset' if unread else 'differs'} {stem}{packed[len(prefix) :]} {shapes}"
+                )
     same = 0
     for name in mine.keys() - used:
         if name not in other:
             is_made = MADE_LATER.search(name) or not is_marked(loaded.before.get(name, mine[name]))
             if is_untouched(mine[name]) and not is_made and not INPUT.search(name):
                 faults.append(f"unset {name}")
-        elif mine[name].shape != other[name].shape or not torch.equal(raw(mine[name]), raw(other[name])):
-            faults.append(f"differs {name} {list(mine[name].shape)}, bf16 {list(other[name].shape)}")
+        elif mine[name].shape != other[name].shape or not torch.equal(
+            raw(mine[name]), raw(other[name])
+        ):
+            faults.append(
+                f"differs {name} {list(mine[name].shape)}, bf16 {list(other[name].shape)}"
+            )
         else:
             same += 1
-    faults += [f"unread {name}" for name in unread_matrices(loaded.model, artifact) if is_read(restored.model, name, source)]
+    faults += [
+        f"unread {name}"
+        for name in unread_matrices(loaded.model, artifact)
+        if is_read(restored.model, name, source)
+    ]
     if not codes:
         faults.append("nothing in four bits")
-    bare = [name for name, each in other.items() if is_untouched(each) and is_marked(restored.before[name])]
+    bare = [
+        name
+        for name, each in other.items()
+        if is_untouched(each) and is_marked(restored.before[name])
+    ]
     faults = list(dict.fromkeys(map(numberless, faults)))
-    row = {"outcome": "wrong" if faults else "exact", "faults": faults, "codes": codes, "same": same}
+    row = {
+        "outcome": "wrong" if faults else "exact",
+        "faults": faults,
+        "codes": codes,
+        "same": same,
+    }
     return {**row, "bare": list(dict.fromkeys(map(numberless, bare)))} if bare else row
 
 
@@ -105,7 +130,9 @@ def spread(whole: torch.Tensor, module: Any, scales: torch.Tensor) -> torch.Tens
     if len(whole) == 1:
         return whole
     widths = getattr(module, "logical_widths", None) or [len(scales) // len(whole)] * len(whole)
-    return torch.cat([one.expand(int(rows)) for one, rows in zip(whole, widths, strict=True)]).unsqueeze(-1)
+    return torch.cat(
+        [one.expand(int(rows)) for one, rows in zip(whole, widths, strict=True)]
+    ).unsqueeze(-1)
 
 
 def is_equal(value: torch.Tensor, wanted: torch.Tensor, module: Any) -> bool:
@@ -118,7 +145,11 @@ def is_equal(value: torch.Tensor, wanted: torch.Tensor, module: Any) -> bool:
         return same
     half = value.shape[1] // 2  # some kernels want up before gate
     turned = torch.cat([value[:, half:], value[:, :half]], 1)
-    return up_first(module) and turned.shape == wanted.shape and torch.equal(turned.float(), wanted.float())
+    return (
+        up_first(module)
+        and turned.shape == wanted.shape
+        and torch.equal(turned.float(), wanted.float())
+    )
 
 
 def rows_of(parameters: dict[str, torch.nn.Parameter], value: torch.Tensor) -> bool:

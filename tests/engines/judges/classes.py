@@ -11,6 +11,7 @@ what was made, or the reason. What is there already is not made again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -44,7 +45,9 @@ SIZES: Mapping[str, int] = {
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"), 192),
     **dict.fromkeys(("shared_intermediate_size", "expert_intermediate_size"), 192),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts"), 2),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts"), 2
+    ),
     **dict.fromkeys(("moe_k",), 2),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
     **dict.fromkeys(("first_k_dense_replace", "moe_num_shared_experts", "num_dense_layers"), 1),
@@ -74,7 +77,12 @@ LAYERS: Mapping[str, int] = {
 }
 KINDS = "layer_types", "mlp_layer_types", "layers_block_type", "attention_types", "block_types"
 # CLIP and SigLIP towers have this part in their names, as published.
-VISION = ((r"^((?:\w+\.)*vision_tower\.)(?=embeddings|encoder|post_layernorm|pre_layrnorm|head\.)", r"\1vision_model."),)
+VISION = (
+    (
+        r"^((?:\w+\.)*vision_tower\.)(?=embeddings|encoder|post_layernorm|pre_layrnorm|head\.)",
+        r"\1vision_model.",
+    ),
+)
 DIALECTS = "compressed-tensors", "modelopt", "quark"
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "compressed-tensors": {"format": "nvfp4", "activations": 16},
@@ -268,7 +276,15 @@ def record_of(name: str, artifact: Path) -> dict[str, str]:
     from fp4convert.quality.engine_check import artifact_contents
 
     contents = artifact_contents(open_artifact(str(artifact)), ())
-    return {"class": name, "dialect": contents.dialect, "formats": contents.formats}
+    said = {"class": name, "dialect": contents.dialect, "formats": contents.formats}
+    return {**said, "digest": digest_of(artifact)}
+
+
+def digest_of(artifact: Path) -> str:
+    """Return the digest of an artifact's files."""
+    record = json.loads((artifact / "quantization_config.json").read_text())
+    words = "\n".join(f"{name} {value}" for name, value in sorted(record["files"].items()))
+    return hashlib.sha256(words.encode()).hexdigest()[:16]
 
 
 def main(root: Path, wanted: list[str]) -> None:

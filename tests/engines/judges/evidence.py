@@ -28,7 +28,7 @@ def rows_of(page: dict[str, Any]) -> dict[tuple[str, str, str], tuple[str, str]]
     return {
         (row["class"], row["dialect"], row["formats"]): (row["digest"], reason(row))
         for row in page["rows"]
-        if row["outcome"] in JUDGED
+        if row["outcome"] in JUDGED and "formats" in row
     }
 
 

@@ -48,9 +48,13 @@ def load(name: str, folder: Path, **more: Any) -> tuple[Any, list[str]]:
     import transformers
 
     kind = getattr(transformers, name)
-    model, info = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **more)
+    model, info = kind.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, **more
+    )
     keys = ("missing_keys", "unexpected_keys", "mismatched_keys")
-    faults = [f"{key[:-5]} {each}" for key in keys for each in sorted(map(str, info.get(key) or ()))]
+    faults = [
+        f"{key[:-5]} {each}" for key in keys for each in sorted(map(str, info.get(key) or ()))
+    ]
     return model, faults
 
 
@@ -80,7 +84,9 @@ def judge(root: Path, name: str) -> dict[str, Any]:
     for key, tensor in wanted.items():
         if key not in held:
             faults.append(f"not held {key}")
-        elif held[key].shape != tensor.shape or not torch.equal(held[key].bfloat16(), tensor.bfloat16()):
+        elif held[key].shape != tensor.shape or not torch.equal(
+            held[key].bfloat16(), tensor.bfloat16()
+        ):
             faults.append(f"differs {key}")
         else:
             same += 1
@@ -88,9 +94,21 @@ def judge(root: Path, name: str) -> dict[str, Any]:
     return {"outcome": "wrong" if faults else "exact", "faults": faults, "same": same}
 
 
+def make_and_judge(root: Path, name: str, known: dict[str, Any]) -> dict[str, Any]:
+    """Judge what is new."""
+    if refusal := make(root, name):
+        return {"outcome": "refused", "faults": [refusal]}
+    artifact = root / f"{name}--{NAME}"
+    row = json.loads(Path(f"{artifact}.json").read_text())
+    row |= {"version": version()}
+    if row.items() <= known.items():
+        return {"outcome": "as before"}
+    return row | judge(root, name)
+
+
 def main(root: Path, results: Path, chosen: list[str]) -> None:
     """Judge what is new; write all rows."""
-    from judge_classes import apart_each, digest_of
+    from judge_classes import apart_each
 
     import compressed_tensors.quantization  # noqa: F401 - once, and not in every process
     from transformers import CompressedTensorsConfig, PreTrainedModel  # noqa: F401
@@ -102,17 +120,13 @@ def main(root: Path, results: Path, chosen: list[str]) -> None:
     for name in chosen or reasons:
         if not (root / name / "config.json").exists():
             continue
-        if refusal := make(root, name):
-            if rows.get(name, {}).get("outcome") in ("wrong", "refuses"):
-                continue  # for that it is refused
-            rows[name] = {"class": name, "dialect": "", "outcome": "refused", "faults": [refusal]}
-        else:
-            artifact = root / f"{name}--{NAME}"
-            row = json.loads(Path(f"{artifact}.json").read_text())
-            row |= {"digest": digest_of(artifact), "version": version()}
-            if not chosen and row.items() <= rows.get(name, {}).items():
-                continue
-            rows[name] = row | apart_each(lambda name=name: judge(root, name))
+        known = {} if chosen else rows.get(name, {})
+        row = apart_each(lambda name=name, known=known: make_and_judge(root, name, known))
+        if row["outcome"] == "as before":
+            continue
+        if row["outcome"] == "refused" and known.get("outcome") in ("wrong", "refuses"):
+            continue  # for that it is refused
+        rows[name] = {"class": name, "dialect": "", **row}
         print(name, rows[name]["outcome"], *rows[name]["faults"][:2], flush=True)
         page = {"engine": NAME, "version": version(), "rows": [rows[each] for each in sorted(rows)]}
         results.write_text(json.dumps(page, indent=1) + "\n")

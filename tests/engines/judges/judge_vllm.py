@@ -101,7 +101,9 @@ def configure(folder: Path) -> VllmConfig:
     except ValueError as error:
         if PREFIXES not in str(error):
             raise
-    return EngineArgs(model=str(folder), **arguments, enable_prefix_caching=True).create_engine_config()
+    return EngineArgs(
+        model=str(folder), **arguments, enable_prefix_caching=True
+    ).create_engine_config()
 
 
 def load(folder: Path) -> Loaded:
