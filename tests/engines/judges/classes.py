@@ -227,9 +227,10 @@ def rename(folder: Path, renames: Sequence[Sequence[str]]) -> None:
         tensors = load_file(file)
         named = {}
         for name, tensor in tensors.items():
+            published = name
             for pattern, word in (*VISION, *renames):
-                name = re.sub(pattern, word, name)
-            named[name] = tensor
+                published = re.sub(pattern, word, published)
+            named[published] = tensor
         if named.keys() != tensors.keys():
             save_file(named, file, metadata={"format": "pt"})
 

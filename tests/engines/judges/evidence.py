@@ -1,17 +1,17 @@
 """Write what engines' own loaders took: configs/engines/loaded, from the results of the judges.
 
-    python tests/engines/judges/evidence.py [FOLDER]
+    python tests/engines/judges/evidence.py
 
 A row is a class, dialect, formats with the bits of activations, and the digest of the artifact that
 was loaded; behind it stands what the engine said where it did not hold every value. Rows are those
-of results/classes, and of the families in results/ whose artifacts lie in FOLDER (build/engines).
+of results/classes, and of the families of the same version.
 The test is tests/engines/test_evidence.py.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,22 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 LOADED = HERE.parents[2] / "configs" / "engines" / "loaded"
 VERSIONS = {"vllm": "0.33", "sglang": "0.5.23", "transformers": "5.23"}
-MOST_LETTERS = 150
+MOST_LETTERS = 90
 JUDGED = "exact", "refuses", "wrong"
 
 
-def rows_of(page: dict[str, Any]) -> dict[tuple[str, str, str], tuple[str, str]]:
-    """Return the digest and the reason of every row that an engine answered."""
-    return {
-        (row["class"], row["dialect"], row["formats"]): (row["digest"], reason(row))
-        for row in page["rows"]
-        if row["outcome"] in JUDGED and "formats" in row
-    }
+def rows_of(pages: list[dict[str, Any]]) -> dict[tuple[str, str, str], tuple[str, str]]:
+    """Return the digest and the reason of every row that an engine answered.
+
+    Of families that share a class, rows which say different things are left out.
+    """
+    found: dict[tuple[str, str, str], dict[bool, tuple[str, str]]] = defaultdict(dict)
+    for page in pages:
+        for row in page["rows"]:
+            if row["outcome"] in JUDGED and "formats" in row:
+                key = row["class"], row["dialect"], row["formats"]
+                found[key][row["outcome"] == "exact"] = row["digest"], reason(row)
+    return {key: next(iter(both.values())) for key, both in found.items() if len(both) == 1}
 
 
 def reason(row: dict[str, Any]) -> str:
@@ -42,12 +47,14 @@ def reason(row: dict[str, Any]) -> str:
 def text_of(engine: str) -> str:
     """Return the file of an engine."""
     page = json.loads((RESULTS / "classes" / f"{engine}.json").read_text())
-    rows = rows_of(page)
+    families = RESULTS / f"{engine}-{page['version']}.json"
+    others = [json.loads(families.read_text())] if families.exists() else []
+    rows = rows_of([page, *others])
     lines = [" ".join(filter(None, (*key, *rows[key]))) for key in sorted(rows)]
     return "\n".join(
         [
             "# Made by tests/engines/judges/evidence.py; do not edit.",
-            "# CLASS DIALECT FORMATS/ACTIVATIONS DIGEST, and what it did where it does not hold every value.",
+            "# CLASS DIALECT FORMATS/ACTIVATIONS DIGEST, and behind it what it did instead of loading.",
             f'source = "{page["engine"]} {page["version"]}, its own loader, on a CPU"',
             f'version = "{VERSIONS[engine]}"',
             "rows = '''",
@@ -55,7 +62,7 @@ def text_of(engine: str) -> str:
             "'''",
             "",
         ]
-    ).replace("rows = '''\n", "rows = '''\n")
+    )
 
 
 def main() -> None:

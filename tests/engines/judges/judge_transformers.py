@@ -13,10 +13,13 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 NAME = "transformers"
+CHOICES: tuple[Mapping[str, Any], ...] = ({}, {"format": "mxfp4"}, {"exclude": "*.experts.*"})
 
 
 def version() -> str:
@@ -25,16 +28,18 @@ def version() -> str:
     return str(transformers.__version__)
 
 
-def make(root: Path, name: str) -> str:
-    """Make the artifact; return why --for refuses it."""
+def make(root: Path, name: str, artifact: Path, options: Mapping[str, Any]) -> str:
+    """Make an artifact as rows alone would have it; return why they refuse it."""
     from classes import record_of
 
     import fp4convert
+    from fp4convert.engines import files
 
-    artifact, restored = root / f"{name}--{NAME}", root / "bf16" / f"{name}--{NAME}"
+    vars(files)["_read_judged"] = lambda key: None  # what was judged before decides nothing here
+    restored = root / "bf16" / artifact.name
     if not (restored / "config.json").exists():
         try:
-            fp4convert.quantize(root / name, engine=NAME, output=artifact)
+            fp4convert.quantize(root / name, engine=NAME, output=artifact, **options)
             fp4convert.dequantize(artifact, restored)
         except fp4convert.Fp4Error as error:
             return f"{error.code}: {error}"[:300]
@@ -58,7 +63,7 @@ def load(name: str, folder: Path, **more: Any) -> tuple[Any, list[str]]:
     return model, faults
 
 
-def judge(root: Path, name: str) -> dict[str, Any]:
+def judge(root: Path, name: str, artifact: Path) -> dict[str, Any]:
     """Load an artifact and what it is in bf16; compare all weights."""
     import torch
     import transformers
@@ -66,11 +71,10 @@ def judge(root: Path, name: str) -> dict[str, Any]:
 
     step = "source"
     try:
-        other, known = load(name, root / "bf16" / f"{name}--{NAME}")
+        other, known = load(name, root / "bf16" / artifact.name)
         if known:
             return {"outcome": "source", "faults": list(dict.fromkeys(map(numberless, known)))}
         step = "refuses"
-        artifact = root / f"{name}--{NAME}"
         model, faults = load(name, artifact)
         record = json.loads((artifact / "config.json").read_text())["quantization_config"]
         if record["quant_method"] == "compressed-tensors":  # else packed weights are compared
@@ -94,41 +98,38 @@ def judge(root: Path, name: str) -> dict[str, Any]:
     return {"outcome": "wrong" if faults else "exact", "faults": faults, "same": same}
 
 
-def make_and_judge(root: Path, name: str, known: dict[str, Any]) -> dict[str, Any]:
-    """Judge what is new."""
-    if refusal := make(root, name):
+def make_and_judge(root: Path, name: str, number: int, known: dict[str, Any]) -> dict[str, Any]:
+    """Judge one choice of a class, where it is new."""
+    artifact = root / f"{name}--{NAME}{number or ''}"
+    if refusal := make(root, name, artifact, CHOICES[number]):
         return {"outcome": "refused", "faults": [refusal]}
-    artifact = root / f"{name}--{NAME}"
-    row = json.loads(Path(f"{artifact}.json").read_text())
-    row |= {"version": version()}
-    if row.items() <= known.items():
-        return {"outcome": "as before"}
-    return row | judge(root, name)
+    row = json.loads(Path(f"{artifact}.json").read_text()) | {"version": version()}
+    return known if row.items() <= known.items() else row | judge(root, name, artifact)
 
 
 def main(root: Path, results: Path, chosen: list[str]) -> None:
-    """Judge what is new; write all rows."""
-    from judge_classes import apart_each
-
+    """Judge the first choice, and the next where it fails; write all rows."""
     import compressed_tensors.quantization  # noqa: F401 - once, and not in every process
+    from judge_classes import apart_each
     from transformers import CompressedTensorsConfig, PreTrainedModel  # noqa: F401
 
     warnings.simplefilter("ignore")
     page = json.loads(results.read_text()) if results.exists() else {"rows": []}
-    rows = {row["class"]: row for row in page["rows"]}
+    rows = {(row["class"], row.get("choice", 0)): row for row in page["rows"]}
     reasons = json.loads((root / "classes.json").read_text())
     for name in chosen or reasons:
         if not (root / name / "config.json").exists():
             continue
-        known = {} if chosen else rows.get(name, {})
-        row = apart_each(lambda name=name, known=known: make_and_judge(root, name, known))
-        if row["outcome"] == "as before":
-            continue
-        if row["outcome"] == "refused" and known.get("outcome") in ("wrong", "refuses"):
-            continue  # for that it is refused
-        rows[name] = {"class": name, "dialect": "", **row}
-        print(name, rows[name]["outcome"], *rows[name]["faults"][:2], flush=True)
-        page = {"engine": NAME, "version": version(), "rows": [rows[each] for each in sorted(rows)]}
+        for number in range(len(CHOICES)):
+            known = {} if chosen else rows.get((name, number), {})
+            asked = partial(make_and_judge, root, name, number, known)
+            row = {"class": name, "choice": number, **apart_each(asked)}
+            if row != known:
+                print(name, row["outcome"], *row["faults"][:2], flush=True)
+            rows[name, number] = row
+            if row["outcome"] not in ("wrong", "refuses"):
+                break
+        page = {"engine": NAME, "version": version(), "rows": [rows[key] for key in sorted(rows)]}
         results.write_text(json.dumps(page, indent=1) + "\n")
 
 
