@@ -89,15 +89,21 @@ docs: $(VENV)/test.stamp
 # 25 minutes on two busy cores, 3 of them for an environment of 4.2 GB.
 JUDGES := tests/engines/judges
 ARTIFACTS := build/engines
+CLASSES := build/classes
 FORWARD := $(foreach kind,nvfp4--16 nvfp4--4 mxfp4--16,llama--compressed-tensors--$(kind)) qwen3--modelopt--nvfp4--16 \
 	$(foreach kind,compressed-tensors--nvfp4--16 compressed-tensors--mxfp4--16 modelopt--nvfp4--16,qwen3_moe--$(kind))
 engines: $(VENV)/test.stamp .venv-engines/engines.stamp
-	rm -rf $(ARTIFACTS)
-	PYTHONPATH=tests/support PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python $(JUDGES)/artifacts.py $(ARTIFACTS)
+	rm -rf $(ARTIFACTS) $(CLASSES)
+	PYTHONPATH=tests/support $(BIN)/python -W ignore $(JUDGES)/artifacts.py $(ARTIFACTS)
 	for artifact in $(FORWARD); do $(BIN)/fp4convert dequantize $(ARTIFACTS)/$$artifact --quiet --output $(ARTIFACTS)/bf16/$$artifact || exit; done
 	.venv-engines/bin/python $(JUDGES)/judge_vllm.py $(JUDGES)/results/vllm-0.32.0.json $(ARTIFACTS)/*--*/
 	PYTHONPATH=.venv-engines/vllm-0.33.0 .venv-engines/bin/python $(JUDGES)/judge_vllm.py $(JUDGES)/results/vllm-0.33.0.json $(ARTIFACTS)/*--*/
 	PYTHONPATH=.venv-engines/sglang-0.5.23 .venv-engines/bin/python $(JUDGES)/judge_sglang.py $(JUDGES)/results/sglang-0.5.23.json $(ARTIFACTS)/*--*/
+	PYTHONPATH=tests/support $(BIN)/python -W ignore $(JUDGES)/classes.py $(CLASSES)
+	PYTHONPATH=.venv-engines/vllm-0.33.0 .venv-engines/bin/python $(JUDGES)/judge_classes.py vllm $(CLASSES) $(JUDGES)/results/classes/vllm.json
+	PYTHONPATH=.venv-engines/sglang-0.5.23 .venv-engines/bin/python $(JUDGES)/judge_classes.py sglang $(CLASSES) $(JUDGES)/results/classes/sglang.json
+	PYTHONPATH=tests/support $(BIN)/python -W ignore $(JUDGES)/judge_transformers.py $(CLASSES) $(JUDGES)/results/classes/transformers.json
+	$(BIN)/python $(JUDGES)/evidence.py
 	$(BIN)/python $(JUDGES)/model_lists.py .venv-engines/vllm-0.33.0 .venv-engines/sglang-0.5.23 $$($(BIN)/python -c "import site; print(*site.getsitepackages())")
 	PYTHONPATH=tests/support $(BIN)/python $(JUDGES)/module_names.py
 	$(BIN)/pytest tests/engines/test_judges.py tests/engines/test_model_lists.py

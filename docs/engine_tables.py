@@ -35,8 +35,16 @@ def serve() -> Iterator[str]:
         words = f"fp4convert quantize {usual.source} --for {engine.key} {usual.options}".strip()
         line = loading(engine, usual)
         then = [f"`{line}`" if line else "", usual.note]
-        rows.append((engine.name, f"`{words}`", "; ".join(filter(None, then)), engine.tried))
+        rows.append((engine.name, f"`{words}`", "; ".join(filter(None, then)), tried(engine)))
     yield from table(("engine", "type this", "then", "tried"), [*rows, KERNELS])
+
+
+def tried(engine: Engine) -> str:
+    """Say how an engine was tried, and with how many classes."""
+    if engine.judged is None:
+        return engine.tried
+    names = {key[0] for key, fault in engine.judged.rows.items() if not fault}
+    return f"{engine.tried}, {len(names)} classes"
 
 
 def chosen() -> Iterator[str]:

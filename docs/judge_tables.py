@@ -103,6 +103,45 @@ def _cell(engine: str, rows: list[Json], whys: dict[str, int]) -> str:
     return "; ".join([f"{len(held)} of {len(rows)}" if failed else f"all {len(held)}", *names])
 
 
+def classes() -> Iterator[str]:
+    """Count the classes that each engine was given, and list what it does not load."""
+    rows: list[tuple[object, ...]] = []
+    failed: list[tuple[object, ...]] = []
+    for file in sorted((RESULTS / "classes").glob("*.json")):
+        page = json.loads(file.read_text())
+        name = f"{page['engine']} {page['version']}"
+        by_class: dict[str, list[Json]] = {}
+        for row in page["rows"]:
+            by_class.setdefault(row["class"], []).append(row)
+        own = {
+            outcome: [each for each, all_ in by_class.items() if outcome in outcomes(all_)]
+            for outcome in ("exact", "refuses", "wrong", "source", "refused")
+        }
+        faulty = [each for each in by_class if each in {*own["refuses"], *own["wrong"]}]
+        unable = [each for each in own["source"] if outcomes(by_class[each]) == {"source"}]
+        answered = len(by_class) - len(unable)
+        rows.append((name, answered, len(own["exact"]), len(faulty), len(unable)))
+        failed += [(name, each, _dialects(by_class[each])) for each in sorted(faulty)]
+    yield from table(("engine", "classes judged", "load", "in part or not", "not built"), rows)
+    yield ""
+    yield from table(("engine", "class", "does not load, by dialect"), failed)
+
+
+def outcomes(rows: list[Json]) -> set[str]:
+    """Return what became of a class in all dialects."""
+    return {row["outcome"] for row in rows}
+
+
+def _dialects(rows: list[Json]) -> str:
+    """List the dialects that an engine does not load, once for each fault."""
+    whys: dict[str, list[str]] = {}
+    for row in rows:
+        if row["outcome"] in ("refuses", "wrong"):
+            fault = " ".join(row["faults"][0].split())[:110].replace("|", "/").replace("`", "'")
+            whys.setdefault(fault, []).append(row["dialect"])
+    return "; ".join(f"{', '.join(dialects)}: `{fault}`" for fault, dialects in whys.items())
+
+
 def whole_engine() -> Iterator[str]:
     """List the log-probabilities of vLLM's whole engine against the dequantized checkpoint."""
     page = json.loads((RESULTS / "forward" / "vllm.json").read_text())

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 from carried_tables import carried
 from engine_tables import chosen, engines, failures, serve, table
-from judge_tables import judged, whole_engine
+from judge_tables import classes, judged, whole_engine
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.checkpoint.dialects.target_forms import module_form
@@ -306,7 +306,18 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     for part in (
         *(blocks, formats, codes, scales, dialects, carried, layouts, options, tree),
         left_behind,
-        *(errors, findings, engines, serve, chosen, judged, whole_engine, gpu_bars, chained),
+        *(
+            errors,
+            findings,
+            engines,
+            serve,
+            chosen,
+            judged,
+            classes,
+            whole_engine,
+            gpu_bars,
+            chained,
+        ),
     )
 } | {
     f"traps-{engine.key.replace('.', '')}": partial(failures, engine) for engine in known_engines()

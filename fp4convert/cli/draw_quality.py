@@ -24,6 +24,7 @@ from fp4convert.report.text import (
 CODE = "seem"  # E2M1, bit 3 first
 SCALES = {"fp8_e4m3": "-eeeemmm", "e8m0": "eeeeeeee"}  # of a scale that is positive
 SHOWN = 2  # bytes at the beginning of a block, before the dots
+UNTRIED = {"loaded": "not in", "read": "read only in", "not-tried": "not tried in"}
 MOST_PATTERNS = 24  # of modules that are shown
 MOST_SHOWN, MOST_COMPARED = 5, 10  # tensors
 MOST_BESIDE = 6  # artifacts beside each other; more are below each other, without their layers
@@ -111,7 +112,7 @@ def _draw_engines(screen: Screen, artifact: Document) -> None:
         if verdict["loads"]:
             screen.line(f"{'loads in':<16}{name.rstrip()}")
         elif verdict["engine"] in readers:
-            word = "unknown in" if verdict["loads"] is None else "not in"
+            word = "not in" if verdict["loads"] is False else UNTRIED[verdict["evidence"]]
             screen.line(f"{word:<16}{name} {verdict['why']}", "yellow")
 
 

@@ -239,7 +239,7 @@ def _find_change(asked: Asked, given: Choices, keeps_experts: bool) -> list[str]
     seen: Contents | None = None
     for chosen in sorted(_candidates(asked, relaxed), key=lambda each: len(changes(each))):
         likely = seen and _as_if(seen, chosen, keeps_experts)
-        if likely and not judge(asked.engine, likely, asked.version).loads:
+        if likely and not judge(asked.engine, likely, asked.version).may_load:
             continue  # without a plan, which takes its time
         try:
             if seen is None:
@@ -298,7 +298,7 @@ def _judge_plan(
 ) -> None:
     """Raise ChoiceError where an engine is not known to load the result."""
     verdict = judge(engine, plan_contents(plan, checkpoint), version)
-    if not verdict.loads:
+    if not verdict.may_load:
         raise _refusal(verdict, version, _target_text(plan))
 
 
@@ -314,8 +314,7 @@ def _refusal(verdict: Verdict, version: Version | None, made: str = "") -> Choic
 
 def choice_text(verdict: Verdict, plan: Plan) -> str:
     """Say what was chosen for an engine, and how its verdict is known."""
-    evidence = f" ({verdict.evidence})" if verdict.row else ""
-    return f"for {verdict.engine.at(verdict.versions)}: {_target_text(plan)}{evidence}"
+    return f"for {verdict.engine.at(verdict.versions)}: {_target_text(plan)} ({verdict.words})"
 
 
 def _target_text(plan: Plan) -> str:

@@ -93,6 +93,16 @@ class ModelList(NamedTuple):
         return not self.names.isdisjoint({name, *others})
 
 
+class Judged(NamedTuple):
+    """Tiny models that an engine's own loader was given: configs/engines/loaded.
+
+    rows  (class, dialect, formats): "" where it held every value, else what became of it
+    """
+
+    version: Version
+    rows: Mapping[tuple[str, str, str], str]
+
+
 class Engine(NamedTuple):
     """An engine: names, presets, commands that serve, facts about artifacts.
 
@@ -128,6 +138,11 @@ class Engine(NamedTuple):
     def models(self) -> ModelList | None:
         """Return the models with a class; None where nobody has a list."""
         return _read_models(self.key)
+
+    @property
+    def judged(self) -> Judged | None:
+        """Return the models that it was seen to load, or not; None where nobody tried."""
+        return _read_judged(self.key)
 
     def serving(self, cache: str | None) -> str:
         """Return the command that serves, with its options for a KV cache."""
@@ -184,6 +199,19 @@ def read_engine(key: str) -> Engine:
 def _read_models(key: str) -> ModelList | None:
     table = _as_tuples(_read_toml(f"models/{key}.toml"))
     return ModelList(names=frozenset(table.pop("names").split()), **table) if table else None
+
+
+@cache
+def _read_judged(key: str) -> Judged | None:
+    """Read CLASS DIALECT FORMATS DIGEST, and what an engine said instead of loading."""
+    from fp4convert.engines.versions import read_version
+
+    table = _read_toml(f"loaded/{key}.toml")
+    if not table:
+        return None
+    lines = (line.split(" ", 4) for line in table["rows"].splitlines())
+    rows = {(words[0], words[1], words[2]): "".join(words[4:]) for words in lines}
+    return Judged(read_version(table["version"]), rows)
 
 
 def _read_toml(name: str) -> dict[str, Any]:

@@ -30,6 +30,11 @@ class Part(NamedTuple):
     activations: int
     is_expert: bool
 
+    @property
+    def word(self) -> str:
+        """Return the format as one word, of experts as "experts-nvfp4"."""
+        return ("experts-" if self.is_expert else "") + self.format.replace(" ", "-")
+
 
 class Contents(NamedTuple):
     """Facts of an artifact that decide which engines load it.
@@ -58,6 +63,12 @@ class Contents(NamedTuple):
     modules: frozenset[str] = frozenset()
     files: frozenset[str] = frozenset()
     fault: str = ""
+
+    @property
+    def formats(self) -> str:
+        """Return formats with the bits of activations, of experts too, and the cache's."""
+        words = {f"{part.word}/{part.activations}" for part in self.parts}
+        return "+".join([*sorted(words), *([f"kv-{self.cache}"] if self.cache else [])])
 
 
 class Condition(NamedTuple):
@@ -145,6 +156,7 @@ class Row(NamedTuple):
     source   address of a thread, or package, version and file that was read or run
     tried    the evidence
     proof    the test here that runs it; "" for none
+    ran      the classes, or types of models, that this test runs
     lines    FILE: TEXT of that package's code, which `make engines` looks for
     """
 
@@ -156,6 +168,7 @@ class Row(NamedTuple):
     source: str
     tried: Tried
     proof: str = ""
+    ran: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
 
 

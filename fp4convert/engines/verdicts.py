@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple
 
 from fp4convert.engines.files import Engine, ModelList, known_engines
 from fp4convert.engines.rows import FAILS, Contents, Row
 from fp4convert.engines.versions import Version, Versions, read_version
 
-EVIDENCE = {  # words for Row.tried
-    "run": "run by {proof}",
-    "loaded": "its own loader took such artifacts; no model was run",
-    "read": "read in its source or documentation; not run",
+Evidence = Literal["loaded", "read", "not-tried"]
+WORDS: Mapping[Evidence, str] = {  # for people, after a verdict
+    "loaded": "loaded by {engine} itself, as a tiny {name}",
+    "read": "read in its source or documentation, not loaded",
+    "not-tried": "not tried with this class",
 }
 
 
 class Verdict(NamedTuple):
-    """Whether an engine loads an artifact, and why.
+    """Whether an engine loads an artifact, and how that is known.
 
     versions  the range of versions; "" where none is known
-    loads     True: it loads and computes the artifact's values; None: nobody knows
+    loads     True: it loaded this class, dialect, formats and activations; False: it does not;
+              None: nobody loaded it
     why       a predicate whose subject is the engine
     instead   advice where it does not load
     row       the row that decided, if any
+    evidence  "loaded" by a judge or a test here, "read" in the engine's source, or neither
+    name      the class, or the model's type without one
     """
 
     engine: Engine
@@ -32,21 +36,30 @@ class Verdict(NamedTuple):
     why: str
     instead: str = ""
     row: Row | None = None
+    evidence: Evidence = "not-tried"
+    name: str = ""
+
+    @property
+    def may_load(self) -> bool:
+        """Return whether a row says that such artifacts load, of this class or of others."""
+        return bool(self.loads) or (self.loads is None and self.row is not None)
+
+    @property
+    def words(self) -> str:
+        """Say for people how it is known."""
+        return WORDS[self.evidence].format(engine=self.engine.name, name=self.name or "model")
 
     def reason(self, version: Version | None) -> str:
         """Return the reason as a clause, with the engine and a version."""
         return f"{self.engine.at(version)} {self.why}"
-
-    @property
-    def evidence(self) -> str:
-        """Return the evidence of the row that decided; "" without one."""
-        return EVIDENCE[self.row.tried].format(proof=self.row.proof) if self.row else ""
 
     def as_json(self) -> dict[str, object]:
         return {
             "engine": self.engine.key,
             "versions": self.versions,
             "loads": self.loads,
+            "evidence": self.evidence,
+            "class": self.name,
             "why": self.why,
         }
 
@@ -56,11 +69,43 @@ def judge(engine: Engine, contents: Contents, version: Version | None = None) ->
 
     version  None: the newest that was examined; the verdict names the range that it begins
     """
-    verdict = _judge_rows(engine, contents, version)
+    verdict = _weigh(_judge_rows(engine, contents, version), contents, version)
     if verdict.loads is False or not contents.fault:
         return verdict
     why = f"has an artifact with errors before it: {contents.fault}"
-    return Verdict(engine, "", False, why)
+    return verdict._replace(versions="", loads=False, why=why, instead="", row=None)
+
+
+def _weigh(verdict: Verdict, contents: Contents, version: Version | None) -> Verdict:
+    """Claim no more than what was loaded: this class, dialect, formats and activations."""
+    row, tried = verdict.row, verdict.engine.judged
+    names = contents.classes or tuple(filter(None, (contents.model,)))
+    verdict = verdict._replace(name=", ".join(names), evidence=_evidence_of(verdict))
+    if not verdict.loads or row is None:
+        return verdict
+    if not {*names, contents.model}.isdisjoint(row.ran):
+        return verdict
+    fault = None
+    if tried is not None and version in (None, tried.version):
+        keys = [(name, contents.dialect, contents.formats) for name in names]
+        fault = next((tried.rows[key] for key in keys if key in tried.rows), None)
+    if fault == "":
+        return verdict._replace(evidence="loaded")
+    if fault:
+        versions, why = str(tried.version if tried else ""), f"fails at this class: {fault}"
+        return verdict._replace(loads=False, versions=versions, why=why, evidence="loaded")
+    if row.tried == "read":
+        why = f"was read, not loaded: it {row.says}"
+        return verdict._replace(loads=None, why=why, evidence="read")
+    why = f"was {WORDS['not-tried']}; elsewhere it {row.says}"
+    return verdict._replace(loads=None, why=why, evidence="not-tried")
+
+
+def _evidence_of(verdict: Verdict) -> Evidence:
+    """Return how a row that decided is known; of lists of classes and dialects, that of reading."""
+    if verdict.row is not None:
+        return "read" if verdict.row.tried == "read" else "loaded"
+    return "not-tried" if verdict.loads is None else "read"
 
 
 def _judge_rows(engine: Engine, contents: Contents, version: Version | None) -> Verdict:
@@ -132,7 +177,7 @@ def _unknown(
     if contents.dialect not in engine.dialects:
         others = {dialect: contents._replace(dialect=dialect) for dialect in engine.dialects}
         able = sorted(
-            dialect for dialect, other in others.items() if _judge_rows(engine, other, at).loads
+            dialect for dialect, other in others.items() if _judge_rows(engine, other, at).may_load
         )
         instead = f"use --dialect {' or '.join(able)}" if able else ""
         return False, f"reads no artifact of dialect {contents.dialect}", instead

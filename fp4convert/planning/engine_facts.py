@@ -118,7 +118,7 @@ def serving_engine(plan: Plan, checkpoint: Checkpoint) -> Engine | None:
     """Return the first engine with a command that serves the result."""
     contents = plan_contents(plan, checkpoint)
     engines = (engine for engine in map(read_engine, ENGINES) if engine.serve)
-    return next((engine for engine in engines if judge(engine, contents).loads), None)
+    return next((engine for engine in engines if judge(engine, contents).may_load), None)
 
 
 def serve_line(

@@ -78,7 +78,7 @@ def check_engine(
         return []
     engine, version = asked
     verdict = judge(engine, artifact_contents(artifact, findings), version)
-    if verdict.loads:
+    if verdict.may_load:
         return []
     instead = verdict.instead
     if instead and artifact.dialect not in engine.dialects:  # not every transcode is lossless

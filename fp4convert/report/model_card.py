@@ -175,7 +175,9 @@ def _front_matter(plan: Plan, source: Source, known: Mapping[str, Any]) -> str:
     ours: dict[str, Any] = {}
     if checkpoint.repo:
         ours |= {"base_model": checkpoint.repo, "base_model_relation": "quantized"}
-    loads = {each.engine.key for each in judge_all(plan_contents(plan, checkpoint)) if each.loads}
+    loads = {
+        each.engine.key for each in judge_all(plan_contents(plan, checkpoint)) if each.may_load
+    }
     if "transformers" in loads and checkpoint.config.get("architectures"):
         ours["library_name"] = "transformers"
     elif "mlx" in loads:
@@ -281,7 +283,7 @@ def _loading(plan: Plan, source: Source, repo: str) -> Iterator[str]:
     contents = plan_contents(plan, source.checkpoint)
     for verdict in judge_all(contents):
         is_model = bool(config.get("architectures")) or not verdict.engine.code
-        if verdict.loads and is_model:
+        if verdict.may_load and is_model:
             yield from _with_engine(verdict, plan, config, repo)
     if traps := [trap_text(*trap) for trap in find_traps(contents)]:
         yield "## Known not to load it"
@@ -292,12 +294,11 @@ def _with_engine(
     verdict: Verdict, plan: Plan, config: Mapping[str, Any], repo: str
 ) -> Iterator[str]:
     """Yield a heading for an engine, its needs, and the line to type."""
-    engine, row = verdict.engine, verdict.row
+    engine = verdict.engine
     yield f"## With {engine.name}"
-    known = {"run": "Run by", "loaded": "Not run by", "read": "Not run by"}
-    how = f"{known[row.tried if row else 'read']} fp4convert's own tests: {verdict.why}."
     versions = f" Versions {code(verdict.versions)}." if verdict.versions else ""
-    yield f"{how}{versions}"
+    says = verdict.row.says if verdict.row else verdict.why
+    yield f"{verdict.words[0].upper()}{verdict.words[1:]}: it {says}.{versions}"
     if engine.code:
         yield _install(engine, str(plan.target.dialect))
         yield _fence("python", "\n".join(load_code(engine, config, repo)))

@@ -127,7 +127,8 @@ def test_the_document_is_exactly_as_promised(
     assert bits == pytest.approx(4 + 8 / block_size + global_bits / elements, abs=1e-4)
     assert document.pop("share_read") == 1
     assert sum(entry["modules"] for entry in document.pop("patterns")) == 7
-    assert all(set(row) == {"engine", "versions", "loads", "why"} for row in document["engines"])
+    keys = {"engine", "versions", "loads", "evidence", "class", "why"}
+    assert all(set(row) == keys for row in document["engines"])
     assert [row["engine"] for row in document.pop("engines") if row["loads"]] == LOADING[
         format, dialect
     ]

@@ -60,6 +60,8 @@ def test_inspect_lists_the_engines_that_load_it_a_line_each(made):
         "engine": "vllm",
         "versions": ">=0.32",
         "loads": True,
+        "evidence": "loaded",
+        "class": "LlamaForCausalLM",
         "why": "loads NVFP4 and MXFP4, also beside FP8, of dense models and of experts",
     }
     assert [each["engine"] for each in document["engines"] if each["loads"] is False] == [

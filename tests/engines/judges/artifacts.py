@@ -3,26 +3,28 @@
     PYTHONPATH=tests/support python tests/engines/judges/artifacts.py FOLDER [FAMILY...]
 
 Families are those of tests/support/judged_families.py. Each artifact is what the
-command `fp4convert quantize` writes; beside it stands ARTIFACT.json, which says what it is. What is
+function fp4convert.quantize writes; beside it stands ARTIFACT.json, which says what it is. What is
 there already is not made again.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from classes import record_of
 from families import FAMILIES
 from judged_families import JUDGED, source
 
-OPTIONS = {
-    **{"": (), "mixed": ("--target-bits", "6.5"), "kv": ("--kv-cache", "fp8")},
-    "experts": ("--exclude", r"re:(?!.*\.experts\.)"),
-    "kept": ("--exclude", "*.experts.*"),
+import fp4convert
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    **{"": {}, "mixed": {"target_bits": 6.5}, "kv": {"kv_cache": "fp8"}},
+    "experts": {"exclude": r"re:(?!.*\.experts\.)"},
+    "kept": {"exclude": "*.experts.*"},
 }
 # Dialect, format, activations and options, of which mixed has FP8 beside four bits, and kept has
 # experts as they are.
@@ -76,10 +78,10 @@ def make(root: Path, names: tuple[str, ...] = JUDGED) -> None:
             artifact = root / "--".join(map(str, [*row.values(), *([options] if options else [])]))
             if artifact.exists():
                 continue
-            command = ["fp4convert", "quantize", str(model), "--output", str(artifact), "--quiet"]
-            command += ["--dialect", dialect, "--format", fmt, "--activations", str(activations)]
-            subprocess.run([*command, *OPTIONS[options]], stdout=subprocess.DEVNULL, check=True)
-            Path(f"{artifact}.json").write_text(json.dumps({**row, "options": options}))
+            asked = {"dialect": dialect, "format": fmt, "activations": activations}
+            fp4convert.quantize(model, output=artifact, **asked, **OPTIONS[options])
+            said = {**row, "options": options, **record_of(rows[name].model, artifact)}
+            Path(f"{artifact}.json").write_text(json.dumps(said))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ sglang_stubs.install()
 import sglang
 import sglang.srt.models.registry  # imports all classes, before kernels are chosen
 import torch
+from by_values import Loaded
 from parameters import Artifact, Judged, compare, marked_memory, poison, rotated
 from sglang.srt import distributed, runtime_context, server_args
 from sglang.srt.configs.load_config import LoadConfig
@@ -87,8 +88,10 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "gemma3": ((r"^(vision_tower.*)\.out_proj\.", r"\1.proj."),),
 }
 
+STARTS_APART = False  # whether its groups of processes have threads that a fork ends
 
-def prepare(folder: Path, scratch: str) -> None:
+
+def start(folder: Path, scratch: str) -> None:
     """Start SGLang as one process on one device, which it takes for a Blackwell GPU.
 
     Only what chooses kernels asks for it.
@@ -124,11 +127,23 @@ def prepare(folder: Path, scratch: str) -> None:
     distributed.initialize_model_parallel(backend="gloo")
 
 
+def load(folder: Path) -> Loaded:
+    """Build the model of a folder and load it, its memory filled before."""
+    config, loading = ModelConfig(str(folder), dtype="bfloat16"), LoadConfig()
+    with own_mapping(config):
+        return _load(config, loading)
+
+
 def judge(folder: Path, expected: Path) -> tuple[Judged, str]:
     """Load an artifact and return what was found."""
     config, loading = ModelConfig(str(folder), dtype="bfloat16"), LoadConfig()
     with own_mapping(config):
-        return _judge(config, loading, expected)
+        model, before = _load(config, loading)
+    artifact = Artifact(expected, RENAMED.get(config.hf_config.model_type, ()))
+    artifact.rotated = rotated(config.hf_config)
+    methods = [getattr(module, "scheme", module.quant_method) for module in _experts(model)]
+    artifact.is_up_first = any(getattr(one, "load_up_proj_weight_first", False) for one in methods)
+    return compare(model, artifact, before), "not run"
 
 
 @contextmanager
@@ -147,7 +162,7 @@ def own_mapping(config: ModelConfig) -> Iterator[None]:
         mapping.update(before)
 
 
-def _judge(config: ModelConfig, loading: LoadConfig, expected: Path) -> tuple[Judged, str]:
+def _load(config: ModelConfig, loading: LoadConfig) -> Loaded:
     quantization = _get_quantization_config(config, loading)
     before_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -160,11 +175,11 @@ def _judge(config: ModelConfig, loading: LoadConfig, expected: Path) -> tuple[Ju
     loader: Any = DefaultModelLoader(loading)
     weights = loader._get_all_weights(config, model)
     loader.load_weights_only(model, weights, torch.device("cpu"))
-    artifact = Artifact(expected, RENAMED.get(config.hf_config.model_type, ()))
-    artifact.rotated = rotated(config.hf_config)
-    methods = [getattr(module, "scheme", module.quant_method) for module in _experts(model)]
-    artifact.is_up_first = any(getattr(one, "load_up_proj_weight_first", False) for one in methods)
-    return compare(model, artifact, before), "not run"
+    return Loaded(model, before)
+
+
+def version() -> str:
+    return str(sglang.__version__)
 
 
 def _experts(model: torch.nn.Module) -> list[Any]:
@@ -177,8 +192,8 @@ def main(arguments: list[str]) -> None:
     """Judge the folders and write a row for each."""
     folders = [Path(word) for word in arguments[1:]]
     with tempfile.TemporaryDirectory() as scratch:
-        prepare(folders[0], scratch)
-        judge_all("SGLang", sglang.__version__, judge, folders, Path(arguments[0]))
+        start(folders[0], scratch)
+        judge_all("SGLang", version(), judge, folders, Path(arguments[0]))
 
 
 if __name__ == "__main__":

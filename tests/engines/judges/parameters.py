@@ -197,7 +197,7 @@ def compare(model: torch.nn.Module, artifact: Artifact, before: dict[str, torch.
         if held is None:
             if bool((raw(parameter.data) == POISON).all()):
                 parameter.data.copy_(before[name])
-                if _is_empty(before[name]) and not _is_idle(name, parameters, artifact):
+                if is_marked(before[name]) and not _is_idle(name, parameters, artifact):
                     judged.unset.append(name)
             continue
         wanted, names = held
@@ -212,7 +212,7 @@ def compare(model: torch.nn.Module, artifact: Artifact, before: dict[str, torch.
     return judged
 
 
-def _is_empty(tensor: torch.Tensor) -> bool:
+def is_marked(tensor: torch.Tensor) -> bool:
     """True for marked memory, and for the least float, with which vLLM begins to seek a maximum."""
     if not tensor.is_floating_point():
         return bool((tensor == torch.iinfo(tensor.dtype).max).all())

@@ -45,13 +45,13 @@ def _outcome(judge: Judge, folder: Path, expected: Path) -> dict[str, Any]:
     try:
         judged, after = judge(folder, expected)
     except Exception as error:  # any error of an engine is its answer
-        return {"outcome": "refuses", "faults": [_line(error)]}
+        return {"outcome": "refuses", "faults": [error_line(error)]}
     faults = judged.faults
     counts = {"parameters": len(judged.exact), "nbytes": judged.nbytes, "after": after[:160]}
     return {"outcome": "wrong" if faults else "exact", "faults": faults, **counts}
 
 
-def _line(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """Tell an error, and the file and function of the engine that raised it."""
     words = numberless(" ".join(str(error).split()))
     frames = traceback.extract_tb(error.__traceback__)
