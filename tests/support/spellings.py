@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from checkpoints import FIRST, SECOND, Tensor, bf16, weight, write_checkpoint
+from typed_records import QUARK_MXFP4_BLOCKS, QUARK_NVFP4_BLOCKS, QUARK_NVFP4_SCALES
 
 PLAIN_LAYOUTS = ("linear", "128x4", "8x4", "deepgemm", "k_major", "interleaved", "appended")
 PLAIN = tuple(f"plain/{layout}" for layout in PLAIN_LAYOUTS)
@@ -213,12 +214,7 @@ def records(
             "ignore": ["lm_head"],
         }
     elif dialect == "quark":
-        numbers = {"dtype": "fp4", "qscheme": "per_group", "group_size": BLOCK[fmt], "ch_axis": -1}
-        scales = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_scale_quant": True}
-        needed = {"symmetric": None, "is_dynamic": False, "observer_cls": "PerBlockMXObserver"}
-        numbers, scales = numbers | needed, needed | scales
-        scales |= {"observer_cls": "PerTensorMinMaxObserver", "ch_axis": None, "symmetric": True}
-        stages = numbers if fmt == "mxfp4" else [numbers, scales]
+        stages = QUARK_MXFP4_BLOCKS if fmt == "mxfp4" else [QUARK_NVFP4_BLOCKS, QUARK_NVFP4_SCALES]
         scheme = {"weight": stages, "input_tensors": stages if four else None}
         record = {"quant_method": dialect, "global_quant_config": scheme, "exclude": ["lm_head"]}
         record["export"] = {"kv_cache_group": []}
