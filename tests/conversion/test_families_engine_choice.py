@@ -35,7 +35,7 @@ def test_what_is_made_for_an_engine_is_loaded_by_it(family: Family, tmp_path) ->
             continue
         found = done("inspect", out, "--for", engine, "--json")
         named = {each["engine"]: each["loads"] for each in found.json["engines"]}
-        assert named[engine] is True
+        assert named[engine] is not False
         loaded.append(engine)
     is_transformer = "_class_name" in family.config  # of a pipeline of several files
     assert bool(loaded) == (not is_transformer and family.name not in NOWHERE), loaded

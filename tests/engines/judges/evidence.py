@@ -54,7 +54,7 @@ def text_of(engine: str) -> str:
     return "\n".join(
         [
             "# Made by tests/engines/judges/evidence.py; do not edit.",
-            "# CLASS DIALECT FORMATS/ACTIVATIONS DIGEST, and behind it what it did instead of loading.",
+            "# CLASS DIALECT FORMATS/ACTIVATIONS DIGEST, and what it did instead of loading.",
             f'source = "{page["engine"]} {page["version"]}, its own loader, on a CPU"',
             f'version = "{VERSIONS[engine]}"',
             "rows = '''",
