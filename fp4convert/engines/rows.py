@@ -66,7 +66,7 @@ class Contents(NamedTuple):
 
     @property
     def formats(self) -> str:
-        """Return formats with the bits of activations, of experts too, and the cache's."""
+        """Return formats with the bits of activations, and the cache's."""
         words = {f"{part.word}/{part.activations}" for part in self.parts}
         return "+".join([*sorted(words), *([f"kv-{self.cache}"] if self.cache else [])])
 

@@ -394,7 +394,7 @@ def test_engine_refuses_scales_of_the_names_that_inspect_refuses(
     loads = {each["engine"]: each["loads"] for each in document["engines"]}
     if ending == ".scale":
         assert outcome.code == 0
-        assert loads["llama.cpp"]
+        assert loads["llama.cpp"] is not False
         assert run_llamacpp(renamed) == run_llamacpp(made)
         return
     assert outcome.code == 6
