@@ -104,7 +104,9 @@ def make_and_judge(root: Path, name: str, number: int, known: dict[str, Any]) ->
     if refusal := make(root, name, artifact, CHOICES[number]):
         return {"outcome": "refused", "faults": [refusal]}
     row = json.loads(Path(f"{artifact}.json").read_text()) | {"version": version()}
-    if row["dialect"] == "quark":  # it compiles for minutes, and tests/engines/test_quark.py runs it
+    if (
+        row["dialect"] == "quark"
+    ):  # it compiles for minutes, and tests/engines/test_quark.py runs it
         return row | {"outcome": "source", "faults": ["not judged here: Quark"]}
     return known if row.items() <= known.items() else row | judge(root, name, artifact)
 
