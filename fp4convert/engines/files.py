@@ -94,7 +94,7 @@ class ModelList(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """Tiny models that an engine's own loader took, or refused.
+    """Tiny models that an engine loaded: configs/engines/loaded.
 
     rows  (class, dialect, formats): "" where it held every value, else what became of it
     """
@@ -141,7 +141,7 @@ class Engine(NamedTuple):
 
     @property
     def judged(self) -> Judged | None:
-        """Return the models that its loader was given, if anybody tried."""
+        """Return the models that it was given; None where nobody tried."""
         return _read_judged(self.key)
 
     def serving(self, cache: str | None) -> str:
@@ -203,7 +203,7 @@ def _read_models(key: str) -> ModelList | None:
 
 @cache
 def _read_judged(key: str) -> Judged | None:
-    """Read lines of CLASS DIALECT FORMATS DIGEST, with a fault behind."""
+    """Read lines of configs/engines/loaded, as their head says."""
     from fp4convert.engines.versions import read_version
 
     table = _read_toml(f"loaded/{key}.toml")

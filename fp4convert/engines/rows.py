@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
     @property
     def word(self) -> str:
-        """Return the format as one word, of experts as "experts-nvfp4"."""
+        """Return the format, of experts as "experts-nvfp4"."""
         return ("experts-" if self.is_expert else "") + self.format.replace(" ", "-")
 
 
@@ -66,7 +66,7 @@ class Contents(NamedTuple):
 
     @property
     def formats(self) -> str:
-        """Return formats with the bits of activations, and the cache's."""
+        """Return formats, bits of activations and the cache as a word."""
         words = {f"{part.word}/{part.activations}" for part in self.parts}
         return "+".join([*sorted(words), *([f"kv-{self.cache}"] if self.cache else [])])
 

@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
 
     @property
     def may_load(self) -> bool:
-        """Return whether a row says that such artifacts load, of any class."""
+        """Return whether a row says that such artifacts load."""
         return bool(self.loads) or (self.loads is None and self.row is not None)
 
     @property
@@ -77,7 +77,7 @@ def judge(engine: Engine, contents: Contents, version: Version | None = None) ->
 
 
 def _weigh(verdict: Verdict, contents: Contents, version: Version | None) -> Verdict:
-    """Claim no more than what was loaded: class, dialect and formats."""
+    """Claim no more than what was loaded."""
     row, tried = verdict.row, verdict.engine.judged
     names = contents.classes or tuple(filter(None, (contents.model,)))
     verdict = verdict._replace(name=", ".join(names), evidence=_evidence_of(verdict))
@@ -102,7 +102,7 @@ def _weigh(verdict: Verdict, contents: Contents, version: Version | None) -> Ver
 
 
 def _evidence_of(verdict: Verdict) -> Evidence:
-    """Return how a verdict is known; lists of classes are read."""
+    """Return how a verdict of rows is known; lists were read."""
     if verdict.row is not None:
         return "read" if verdict.row.tried == "read" else "loaded"
     return "not-tried" if verdict.loads is None else "read"
