@@ -8,6 +8,7 @@ import pkgutil
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import transformers
 from conditions import Conditions, conditions_of
 from flips import Flip, Settings, described
-from layouts import Layout, layout_of, pattern_of
+from layouts import Layout, difference, layout_of, pattern_of
 from pool import limited
 from renamings import free_models, inner_models, renamings_of
 from settings import SETTINGS
@@ -183,6 +184,7 @@ def _row(config_class: type, made_by: type, short: Settings) -> dict[str, Any] |
     layout, changes = described(
         builder.layout, short, variants, _flips(config_class, config, short)
     )
+    changes += _by_sizes(builder, layout, short, config_class.model_type)
     return {
         "type": config_class.model_type,
         "base": made_by.base_model_prefix,
@@ -197,6 +199,17 @@ def _row(config_class: type, made_by: type, short: Settings) -> dict[str, Any] |
         "unexpected": _strings(made_by._keys_to_ignore_on_load_unexpected),
         "tried": builder.tried,
     }
+
+
+def _by_sizes(
+    builder: _Builder, layout: Layout, short: Settings, model_type: str
+) -> Iterator[list[Any]]:
+    """Yield what other sizes add, under a condition that no config meets: it may be there."""
+    for settings in SETTINGS["sizes"].get(model_type, ()):
+        with suppress(Exception):  # a class of the type that has no such part
+            change = difference(layout, builder.layout({**short, **settings}))
+            if change:
+                yield [next(iter(settings)), "another size", change]
 
 
 def _flips(config_class: type, config: Any, short: Settings) -> Iterator[Flip]:
