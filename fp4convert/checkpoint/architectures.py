@@ -33,6 +33,7 @@ _NUMBER = re.compile(r"(?<![^._])\d+(?![^.])")
 MOST_NUMBERS = 6  # in a name that is looked up
 MOST_DIGITS = 9
 MISSING = object()
+POOLER = "pooler."  # of a model that another may build without
 MARK = 1000  # times n stands for the n-th number of a name while it is renamed
 RECORDS = frozenset({"quantization_config", "quantization"})  # in config.json: of no model
 FEWEST_NUMBERS = 4  # of sizes in a config.json that is whole
@@ -122,6 +123,19 @@ class Architecture:
         )
         return _NUMBER.sub(lambda _: next(marks), head), numbers
 
+    def knowing(self, place: str, other: Architecture) -> Architecture:
+        """Return the class that may have the parts of another at a place, too."""
+        parts = {prefix: dict(own) for prefix, own in self.parts.items()}
+        for prefix, own in other.parts.items():
+            if prefix:
+                inner = parts.setdefault(f"{place}.{prefix}", {})
+                parts[f"{place}.{prefix}"] = own | inner
+            else:
+                named = {f"{place}.{part}": letter for part, letter in own.items()}
+                parts[""] = named | parts.get("", {})
+        kinds = dict.fromkeys(parts.keys() - self.kinds.keys(), ())
+        return replace(self, parts=parts, kinds={**self.kinds, **kinds})
+
     def holding(self, place: str, other: Architecture | None) -> Architecture:
         """Return the class with another model at a place; None: of no table."""
         start = f"{place}."
@@ -141,7 +155,10 @@ class Architecture:
             if prefix:
                 parts[start + prefix], kinds[start + prefix] = dict(own), other.kinds[prefix]
         inside = {start + part: letter for part, letter in other.parts.get("", {}).items()}
-        always = [{start + part for part in kind} for kind in other.kinds.get("", ())] or [set()]
+        always = [
+            {start + part for part in kind if not part.startswith(POOLER)}
+            for kind in other.kinds.get("", ())
+        ] or [set()]
         parts[""] = parts.get("", {}) | inside
         kinds[""] = tuple(a | b for a in kinds.get("", (frozenset(),)) for b in always)
         return replace(
@@ -294,10 +311,13 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
     )
     for place, (key, model_type, mapping) in row.get("inner", {}).items():
         inner = _at(config, key)
-        other = inner.get("model_type") if isinstance(inner, Mapping) else None
-        if isinstance(inner, Mapping) and other not in (None, model_type):
-            chosen = index[mapping].get(str(other), "")
-            made = made.holding(place, _read_class(package, chosen, inner))
+        if not isinstance(inner, Mapping) or (other := inner.get("model_type")) is None:
+            continue
+        chosen = _read_class(package, index[mapping].get(str(other), ""), inner)
+        if other != model_type:
+            made = made.holding(place, chosen)
+        elif chosen:  # whose settings may add parts
+            made = made.knowing(place, chosen)
     return made
 
 
