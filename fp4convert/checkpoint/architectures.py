@@ -2,8 +2,8 @@
 
 The table is made of the packages themselves (`make architectures`): the parameters of each class of
 transformers, diffusers and mlx-lm, their types, the settings that add or remove some, and the
-renamings that transformers applies to a checkpoint. tests/architectures/README says how it is
-written.
+renamings that transformers applies to a checkpoint. tests/architectures/README.md says how it
+is written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ MOST_DIGITS = 9
 MISSING = object()
 POOLER = "pooler."  # of a model that another may build without
 MARK = 1000  # times n stands for the n-th number of a name while it is renamed
-RECORDS = frozenset({"quantization_config", "quantization"})  # in config.json: of no model
+OWN_CODE = "auto_map"  # in config.json: classes of Python code beside the weights
+OF_MLX = "quantization"  # in config.json: names are those of mlx-lm's classes
+RECORDS = frozenset({"quantization_config", OF_MLX})  # in config.json: of no model
 FEWEST_NUMBERS = 4  # of sizes in a config.json that is whole
 _HEAD = re.compile(r".*(?<![^._])\d+\.")  # a name up to its last number before a dot
 # Prefix, part, and the number of each child: the place of a number in the name, -1 for none, and
@@ -76,7 +78,6 @@ class Architecture:
     """
 
     name: str
-    package: str
     parts: Mapping[str, Mapping[str, str]]
     kinds: Mapping[str, Kinds]
     renamings: tuple[Renaming, ...] = ()
@@ -137,7 +138,10 @@ class Architecture:
         return replace(self, parts=parts, kinds={**self.kinds, **kinds})
 
     def holding(self, place: str, other: Architecture | None) -> Architecture:
-        """Return the class with another model at a place; None: of no table."""
+        """Replace the model at a place by another class.
+
+        other  None for a class of no table: names there may be any
+        """
         start = f"{place}."
         parts = {
             prefix: {part: letter for part, letter in own.items() if not part.startswith(start)}
@@ -169,11 +173,6 @@ class Architecture:
             absent=(*self.absent, *other.absent),
             extra=(*self.extra, *other.extra),
         )
-
-    def type_of(self, tensor: str) -> str:
-        """Return the letter of a tensor's parameter; "" where the class has none."""
-        places = self.places(tensor)
-        return self.parts[places[0].prefix][places[0].part] if places else ""
 
     @cached_property
     def _literals(self) -> int:
@@ -224,12 +223,13 @@ def find_architecture(
 ) -> Architecture | None:
     """Return the class in a config.json; None if no table has it.
 
-    A config.json of a few lines, from which no engine builds a model, has none.
+    A config.json of a few lines, from which no engine builds a model, has none; that of an artifact
+    of mlx-lm has the names of other classes.
 
     names  of the checkpoint's tensors, for renamings that depend on them
     """
     package, name = _class_in(config)
-    if _count_numbers(config) < FEWEST_NUMBERS:
+    if OF_MLX in config or _count_numbers(config) < FEWEST_NUMBERS:
         return None
     if (made := _read_class(package, name, config)) is None:
         return None
@@ -237,11 +237,19 @@ def find_architecture(
     return replace(made, renamings=settle((*made.renamings, *legacy), names))
 
 
-def class_outside(config: Mapping[str, object]) -> str:
-    """Return the class in a config.json if no table has it, else ""."""
+def note_on_class(config: Mapping[str, object]) -> str:
+    """Say why names are held against no class; "" if there is none."""
     package, name = _class_in(config)
-    is_there = name in _read_index()["classes"].get(package, ())
-    return "" if is_there or _count_numbers(config) < FEWEST_NUMBERS else name
+    classes = config.get("architectures")
+    if OF_MLX in config or _count_numbers(config) < FEWEST_NUMBERS:
+        return ""
+    if isinstance(classes, list) and len(classes) > 1:
+        why = f"config.json names {len(classes)} classes"
+    elif name in _read_index()["classes"][package]:
+        why = f"the model has code of its own, whose names are not those of {name}"
+    else:
+        why = f"{name} is in no table of model classes" if name else ""
+    return f"{why}: names and shapes alone decide" if why else ""
 
 
 def _class_in(config: Mapping[str, object]) -> tuple[str, str]:
@@ -295,7 +303,6 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
     active = [changed for path, wanted, changed in flips if _holds(config, path, wanted)]
     made = Architecture(
         name,
-        package,
         parts,
         {
             prefix: _combined(

@@ -11,11 +11,19 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from fp4convert.checkpoint.misnamed import DECODERS
 from fp4convert.errors import Finding
 from fp4convert.recipes.draft_layers import JOINT, is_draft_head
 from fp4convert.recipes.uneven_formats import EXPERTS
 
+# Families of plain decoders, in which a few numbers of config.json give every size.
+DECODERS = frozenset(
+    {
+        *("llama", "mistral", "mixtral", "ministral3", "qwen2", "qwen3", "qwen2_moe"),
+        *("qwen3_moe", "gemma", "gemma2", "gemma3_text", "granite", "granitemoe", "olmo", "olmo2"),
+        *("olmo3", "olmoe", "phi", "stablelm", "starcoder2", "smollm3", "seed_oss", "cohere"),
+        *("cohere2", "helium", "arcee", "glm", "glm4", "ernie4_5", "exaone4", "apertus"),
+    }
+)
 WHOLE = frozenset(  # what every config.json of such a model names
     {
         *("hidden_size", "intermediate_size", "num_hidden_layers"),

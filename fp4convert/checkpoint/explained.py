@@ -36,9 +36,9 @@ class Unexplained(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A parameter of the class that a checkpoint lacks.
+    """What a checkpoint lacks of its class.
 
-    names  of all such parameters, or of the module that holds them
+    name  of a parameter, or of a module with all its parameters
     """
 
     name: str
@@ -150,9 +150,12 @@ def _find_gaps(prefix: str, children: Iterable[tuple[int, ...]], owner: str) -> 
         numbers[child[:-1]].add(child[-1])
     for outer, there in numbers.items():
         gaps = (number for number in range(max(there)) if number not in there)
-        for number in islice(gaps, MOST_GAPS):
-            name = Place(prefix, "", (*outer, number)).name.removesuffix(".")
-            yield Lost(name, f"it is missing, and {owner} has it")
+        if missing := list(islice(gaps, MOST_GAPS + 1)):
+            name = Place(prefix, "", (*outer, missing[0])).name.removesuffix(".")
+            shown = ", ".join(map(str, missing[:MOST_GAPS]))
+            more = ", ..." if len(missing) > MOST_GAPS else ""
+            stack = name.rpartition(".")[0]
+            yield Lost(name, f"{stack} lacks {shown}{more}, and {owner} has no gaps there")
 
 
 def _lacks(

@@ -1,4 +1,4 @@
-"""Find names of tensors that the class in config.json does not have.
+"""Find names that training gave, and models of another class.
 
 Training wraps modules: torch.compile, DDP, FSDP and PEFT put a word of theirs into the names of
 what they hold.  Engines look for the names of the class: they refuse such a checkpoint, or fill it
@@ -14,25 +14,12 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from fp4convert.checkpoint.architectures import Architecture, find_architecture
+from fp4convert.checkpoint.architectures import OWN_CODE, Architecture, find_architecture
 from fp4convert.errors import InputError, shell_line
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Checkpoint, Source
-
-# Families of plain decoders, in which a few numbers of config.json give every size.
-DECODERS = frozenset(
-    {
-        *("llama", "mistral", "mixtral", "ministral3", "qwen2", "qwen3", "qwen2_moe"),
-        *("qwen3_moe", "gemma", "gemma2", "gemma3_text", "granite", "granitemoe", "olmo", "olmo2"),
-        *("olmo3", "olmoe", "phi", "stablelm", "starcoder2", "smollm3", "seed_oss", "cohere"),
-        *("cohere2", "helium", "arcee", "glm", "glm4", "ernie4_5", "exaone4", "apertus"),
-    }
-)
-OWN_CODE = "auto_map"  # in config.json: classes of Python code beside the weights
-OF_MLX = "quantization"  # in config.json: names are those of mlx-lm's classes
-LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 
 # Words of wrappers, wherever they stand in a name, and whose they are.
 WRAPPERS = {
@@ -89,14 +76,14 @@ class Misnamed(NamedTuple):
 
 
 def find_misnamed(checkpoint: Checkpoint) -> Misnamed | None:
-    """Find the first name that no class has.
+    """Find the first name that a wrapper gave, or of another class.
 
-    None where all may be right
+    Returns  None where there is none
     """
     if any(shard.frame.container != "safetensors" for shard in checkpoint.shards):
         return None  # GGUF has names of its own
     names, config = [ref.name for ref in checkpoint.tensors], checkpoint.config
-    known = None if OF_MLX in config else find_architecture(config, names)
+    known = find_architecture(config, names)
     own = None if OWN_CODE in config else known
     return (
         _find_adapted(names, own) or _find_wrapped(names, config, known) or _find_other(names, own)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from itertools import islice
 from typing import NamedTuple
 
-from fp4convert.checkpoint.architectures import class_outside, find_architecture
+from fp4convert.checkpoint.architectures import OWN_CODE, find_architecture, note_on_class
 from fp4convert.checkpoint.config_sizes import LEFT_OUT, find_odd_sizes
 from fp4convert.checkpoint.explained import WEIGHTLESS, Explained, Lost, Unexplained, explain
-from fp4convert.checkpoint.misnamed import LAYER_COUNTS, OF_MLX, OWN_CODE
 from fp4convert.errors import Finding, InputError
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import TEXT_CONFIGS, configs_in
@@ -20,6 +19,7 @@ from fp4convert.recipes.uneven_formats import EXPERTS
 
 # Last names of what holds the layers of a model, numbered from 0.
 STACKS = frozenset({"layers", "layer", "h", "blk", "blocks", "block", "transformer_blocks"})
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 # Configurations of layers one by one: some of them hold no weights.
 UNEVEN_LAYERS = "block_configs"
@@ -87,13 +87,11 @@ def judge_names(
     modules = {name.rpartition(".")[0] for name in names}
     odd = tuple(find_odd_sizes(shapes, config))
     explained = explain_by_class(names, config, recipe)
-    lost = _find_lost(modules, config, recipe, explained)
+    lost = _list_lost(modules, config, recipe, explained)
     faults = [Finding("error", "module-missing", one.name, one.detail + WEIGHTLESS) for one in lost]
     if explained:
         return Judgement((*faults, *odd), explained.unexplained, "", explained.kept)
-    note = ""
-    if (name := class_outside(config)) and not is_draft_head(modules):
-        note = f"{name} is in no table of model classes: names and shapes alone decide"
+    note = "" if is_draft_head(modules) else note_on_class(config)
     return Judgement((*faults, *odd), note=note)
 
 
@@ -104,7 +102,7 @@ def explain_by_class(
 
     A model with code of its own, or a draft head, is held against a class only if all fits.
     """
-    architecture = None if OF_MLX in config else find_architecture(config, names)
+    architecture = find_architecture(config, names)
     if architecture is None or not names:
         return None
     explained = explain(names, architecture, recipe)
@@ -119,7 +117,7 @@ def fault_text(fault: Finding) -> str:
     return fault.detail if str(fault.tensor) in fault.detail else f"{fault.tensor}: {fault.detail}"
 
 
-def _find_lost(
+def _list_lost(
     modules: Collection[str],
     config: Mapping[str, object],
     recipe: Recipe,
@@ -142,9 +140,10 @@ def _find_lost(
             stack, layer, part = _split_at_number(module)
         if layer >= 0 and stack.rpartition(".")[2] in STACKS:
             stacks[stack][layer].add(part)
-    lost = [*_missing_layers(stacks, config, recipe), *_missing_experts(mixtures, config, recipe)]
+    lost = [*_missing_experts(mixtures, config, recipe)]
     if explained:
-        return lost + [one for one in explained.lost if not _is_said(one.name, lost)]
+        return [*_missing_at_end(stacks, config, recipe), *lost, *explained.lost]
+    lost = [*_missing_layers(stacks, config), *_missing_at_end(stacks, config, recipe), *lost]
     lost += _missing_head(modules, config)
     if not any(UNEVEN_LAYERS in one for one in configs_in(config)) and not is_draft_head(modules):
         lost += [
@@ -153,19 +152,10 @@ def _find_lost(
     return lost
 
 
-def _is_said(name: str, lost: Iterable[Lost]) -> bool:
-    return any(name == one.name or name.startswith(f"{one.name}.") for one in lost)
-
-
-def _missing_layers(
-    stacks: Mapping[str, _Parts], config: Mapping[str, object], recipe: Recipe
-) -> Iterator[Lost]:
-    if any(UNEVEN_LAYERS in one for one in configs_in(config)):
+def _missing_layers(stacks: Mapping[str, _Parts], config: Mapping[str, object]) -> Iterator[Lost]:
+    """Find gaps in the numbers of layers."""
+    if (expected := _count_layers(config)) is None:
         return
-    text = next((config[name] for name in TEXT_CONFIGS if name in config), config)
-    counts = [text.get(key) for key in LAYER_COUNTS] if isinstance(text, Mapping) else []
-    numbers = [count for count in counts if type(count) is int]
-    expected = min(numbers, default=0)
     for stack, found in stacks.items():
         first = 0 if min(found) < expected else min(found)  # beyond lie drafts alone
         # Of what else is named so, as of an audio codec, some have no weights: a function, a pool.
@@ -174,15 +164,31 @@ def _missing_layers(
         if missing := _missing_of(range(first, max(found)), found):
             detail = f"{_count(missing, 'layer')} of {stack} missing"
             yield Lost(f"{stack}.{missing[0]}", detail)
+
+
+def _missing_at_end(
+    stacks: Mapping[str, _Parts], config: Mapping[str, object], recipe: Recipe
+) -> Iterator[Lost]:
+    """Find that layers end before the count in config.json."""
     texts = {
         stack: max(found) + 1
         for stack, found in stacks.items()
         if recipe.kind_of(f"{stack}.0") != "tower"
     }
+    expected = _count_layers(config) or 0
     if texts and max(texts.values()) < expected:
         stack = max(texts, key=lambda name: texts[name])
         detail = f"config.json has {expected} layers, and {stack} ends after {texts[stack]}"
         yield Lost(f"{stack}.{texts[stack]}", detail)
+
+
+def _count_layers(config: Mapping[str, object]) -> int | None:
+    """Return the count in config.json; 0 without one, None of uneven layers."""
+    if any(UNEVEN_LAYERS in one for one in configs_in(config)):
+        return None
+    text = next((config[name] for name in TEXT_CONFIGS if name in config), config)
+    counts = [text.get(key) for key in LAYER_COUNTS] if isinstance(text, Mapping) else []
+    return min((count for count in counts if type(count) is int), default=0)
 
 
 def _missing_in_one(stack: str, layers: _Parts) -> Iterator[Lost]:

@@ -73,7 +73,8 @@ def judge(engine: Engine, contents: Contents, version: Version | None = None) ->
     if verdict.loads is False or not contents.fault:
         return verdict
     why = f"has an artifact with errors before it: {contents.fault}"
-    return verdict._replace(versions="", loads=False, why=why, instead="", row=None)
+    fault = Verdict(engine, "", False, why, evidence="read", name=verdict.name)
+    return fault
 
 
 def _weigh(verdict: Verdict, contents: Contents, version: Version | None) -> Verdict:

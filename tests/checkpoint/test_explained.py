@@ -112,7 +112,8 @@ def test_types_of_parameters(model_type, name, letter):
     assert name in names
     architecture = find_architecture(config, names)
     assert architecture
-    assert architecture.type_of(name) == letter
+    (place,) = architecture.places(name)
+    assert architecture.parts[place.prefix][place.part] == letter
 
 
 def test_code_of_its_own_is_judged_only_where_all_fits():

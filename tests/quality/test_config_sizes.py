@@ -7,8 +7,7 @@ import pytest
 from checkpoints import bf16, run, weight, write_single
 from meta_models import model_of
 
-from fp4convert.checkpoint.config_sizes import find_odd_sizes
-from fp4convert.checkpoint.misnamed import DECODERS
+from fp4convert.checkpoint.config_sizes import DECODERS, find_odd_sizes
 from fp4convert.execution.plan_file import STATE
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.safetensors import WEIGHT
