@@ -130,7 +130,7 @@ class Architecture:
         for prefix, own in other.parts.items():
             if prefix:
                 inner = parts.setdefault(f"{place}.{prefix}", {})
-                parts[f"{place}.{prefix}"] = own | inner
+                parts[f"{place}.{prefix}"] = {**own, **inner}
             else:
                 named = {f"{place}.{part}": letter for part, letter in own.items()}
                 parts[""] = named | parts.get("", {})
