@@ -92,6 +92,42 @@ def test_experts_are_the_stacks_that_transformers_makes_of_them():
     assert unsound(apart, config) == (set(), set())
 
 
+def test_a_model_inside_is_of_the_class_that_its_own_config_names():
+    """LLaVA's own is a Llama; here it is a Gemma 2, whose layers have four norms."""
+    import torch
+
+    text = transformers.Gemma2Config(num_hidden_layers=3)
+    config = transformers.LlavaConfig(text_config=text)
+    with torch.device("meta"):
+        model = transformers.LlavaForConditionalGeneration(config)
+    written = {**config.to_dict(), "architectures": ["LlavaForConditionalGeneration"]}
+    names = list(model.state_dict())
+    assert unsound(names, written) == (set(), set())
+    lost = "model.language_model.layers.1.pre_feedforward_layernorm"
+    _, missing = unsound([name for name in names if name != f"{lost}.weight"], written)
+    assert missing == {lost}
+
+
+def test_names_of_old_versions_are_those_of_the_class():
+    names, config = whole("bert")
+    old = [
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        )
+        for name in names
+    ]
+    assert old != names
+    assert unsound(old, config) == (set(), set())
+
+
+def test_a_gap_is_one_finding():
+    names, config = whole("llama")
+    config["num_hidden_layers"] = 9
+    more = [name.replace("layers.0.", f"layers.{layer}.") for layer in (7, 8) for name in names]
+    _, missing = unsound(sorted({*names, *more}), config)
+    assert missing == {"model.layers.4"}
+
+
 @pytest.mark.parametrize(
     ("model_type", "name", "letter"),
     [
