@@ -167,6 +167,21 @@ def test_a_class_of_no_table_is_said_to_be_one():
     assert "MyOwnForCausalLM" in found.note
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLM", "LlamaModel"]}, "names 2 classes"),
+        ({"auto_map": {"AutoModel": "m.M"}}, "code of its own"),
+        ({"quantization": {"bits": 4}}, ""),  # of mlx-lm
+    ],
+)
+def test_why_a_class_is_not_asked_is_said(change, words):
+    names, config = whole("llama")
+    note = judged([*names, "model.layers.0.memory.weight"], {**config, **change}).note
+    assert words in note
+    assert bool(note) == bool(words)
+
+
 def test_a_class_is_read_in_5_ms():
     _, config = whole("qwen3_moe")
     find_architecture(config)  # reads the index
