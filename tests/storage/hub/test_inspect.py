@@ -73,6 +73,6 @@ def test_a_terabyte_costs_at_most_50_megabytes(hub, huge):
     document = ask("inspect", "org/huge", "--json").json
     assert document["tensors"] == {"quantized": LAYERS * EXPERTS * len(LEAVES), "other": 0}
     assert 0 < document["share_read"] < 0.001
-    assert [one["code"] for one in document["findings"]] == ["zero-weights"]  # it is holes
+    assert document["findings"] == []
     assert hub.sent_nbytes() <= 50e6
     assert len(hub.seen) < 1000
