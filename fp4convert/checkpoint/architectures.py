@@ -32,6 +32,7 @@ TYPES = {  # letters of the table
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^.])")
 MOST_NUMBERS = 6  # in a name that is looked up
 MOST_DIGITS = 9
+MOST_LETTERS = 100  # of a class's name in a message
 MISSING = object()
 POOLER = "pooler."  # of a model that another may build without
 MARK = 1000  # times n stands for the n-th number of a name while it is renamed
@@ -99,6 +100,8 @@ class Architecture:
         if head not in self._heads:
             self._heads[head] = self._read_head(head)
         key, numbers = self._heads[head]
+        if head and not key:
+            return ()
         if (key, tail) not in self._known:
             self._known[key, tail] = self._find(key + tail)
         return tuple(
@@ -116,7 +119,7 @@ class Architecture:
         """Return a name's beginning with marks for numbers, and its numbers."""
         texts = _NUMBER.findall(head)
         if len(texts) > MOST_NUMBERS or any(len(text) > MOST_DIGITS for text in texts):
-            return head, ()
+            return "", ()  # of no class
         numbers = tuple(map(int, texts))
         marks = (
             str(number if number < self._literals else MARK * at)
@@ -200,7 +203,7 @@ class Architecture:
     def _match(self, name: str) -> _Known | None:
         """Find a name in the table, whose numbers are of children or literal."""
         texts, numbers = _NUMBER.split(name), _NUMBER.findall(name)
-        if len(numbers) > MOST_NUMBERS:
+        if len(numbers) > MOST_NUMBERS or any(len(text) > MOST_DIGITS for text in numbers):
             return None
         every, fitting = range(len(numbers)), None
         for count in range(len(numbers), -1, -1):
@@ -248,7 +251,7 @@ def note_on_class(config: Mapping[str, object]) -> str:
     elif name in _read_index()["classes"][package]:
         why = f"the model has code of its own, whose names are not those of {name}"
     else:
-        why = f"{name} is in no table of model classes" if name else ""
+        why = f"{name[:MOST_LETTERS]} is in no table of model classes" if name else ""
     return f"{why}: names and shapes alone decide" if why else ""
 
 

@@ -120,6 +120,13 @@ def test_names_of_old_versions_are_those_of_the_class():
     assert unsound(old, config) == (set(), set())
 
 
+@pytest.mark.parametrize("digits", [9, 10, 19, 300, 4301])
+def test_numbers_of_any_length_are_of_no_class(digits):
+    names, config = whole("llama")
+    for name in (f"model.layers.{'9' * digits}.x.weight", f"model.layers.0.x.{'9' * digits}"):
+        assert unsound([*names, name], config)[0] == {name}
+
+
 def test_a_gap_is_one_finding():
     names, config = whole("llama")
     config["num_hidden_layers"] = 9
