@@ -32,6 +32,7 @@ TYPES = {  # letters of the table
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^.])")
 MOST_NUMBERS = 6  # in a name that is looked up
 MOST_DIGITS = 9
+MOST_DEPTH = 8  # of configs inside configs
 MOST_LETTERS = 100  # of a class's name in a message
 MISSING = object()
 POOLER = "pooler."  # of a model that another may build without
@@ -264,10 +265,12 @@ def _class_in(config: Mapping[str, object]) -> tuple[str, str]:
     return TRANSFORMERS, name if isinstance(name, str) else ""
 
 
-def _count_numbers(config: Mapping[str, object]) -> int:
+def _count_numbers(config: Mapping[str, object], depth: int = 0) -> int:
     """Count the whole numbers in a config.json, most of which are sizes."""
+    if depth > MOST_DEPTH:
+        return 0
     parts = (one for key, one in config.items() if key not in RECORDS and isinstance(one, Mapping))
-    inner = sum(map(_count_numbers, parts))
+    inner = sum(_count_numbers(part, depth + 1) for part in parts)
     return inner + sum(type(value) is int for value in config.values())
 
 

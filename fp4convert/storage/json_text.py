@@ -103,11 +103,14 @@ QUANTIZATION_KEYS = frozenset(  # of config.json, in any dialect
 
 def unquantized(config: Mapping[str, object]) -> dict[str, object]:
     """Return a config, and those of its parts, without keys of quantization."""
-    return {
-        key: unquantized(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key not in QUANTIZATION_KEYS
-    }
+    try:
+        return {
+            key: unquantized(value) if isinstance(value, dict) else value
+            for key, value in config.items()
+            if key not in QUANTIZATION_KEYS
+        }
+    except RecursionError:
+        raise InputError("header", "config.json is nested too deep; expected a config") from None
 
 
 _NESTED = (dict, list, tuple)
