@@ -104,7 +104,11 @@ class StackRule(NamedTuple):
         for word, meaning in words.items():
             expression = expression.replace(word, meaning)
         if match := re.fullmatch(expression, module):
-            stacks = (match["parent"] + "." + glob.rpartition(".")[2] for glob in self.tensors)
+            ends = ((WEIGHT if glob.endswith(WEIGHT) else "", glob) for glob in self.tensors)
+            stacks = (
+                f"{match['parent']}.{glob.removesuffix(end).rpartition('.')[2]}{end}"
+                for end, glob in ends
+            )
             yield from (name for name in stacks if matches_any(self.tensors, name))
 
     def of_model(self, config: Mapping[str, object]) -> StackRule:

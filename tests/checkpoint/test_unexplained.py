@@ -4,6 +4,8 @@ line in silence.
 
 import pytest
 from checkpoints import pack_shard, read_folder, read_shard, run, weight
+from families import FAMILIES
+from family import build
 from tiny_models import make_llama
 
 VALUE_HEAD = "v_head.summary.weight"
@@ -57,3 +59,14 @@ def test_a_lack_in_one_layer_stops_the_line_of_an_engine(source, tmp_path):
     assert (error["exit"], error["code"]) == (2, "module-missing")
     assert error["tensor"] == lost.removesuffix(".weight")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "gpt_oss", "llama4"])
+def test_experts_cut_from_stacks_are_explained_in_the_result(name, tmp_path):
+    """Also of stacks whose own name ends in .weight."""
+    (family,) = (one for one in FAMILIES if one.name == name)
+    source, out = build(family, tmp_path / "m"), tmp_path / "out"
+    assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    document = run("inspect", out, "--json").json
+    codes = {one["code"] for one in document["findings"]}
+    assert codes.isdisjoint({"module-missing", "unexplained"})
