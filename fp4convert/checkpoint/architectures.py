@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -287,11 +288,11 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
     family = index["classes"].get(package, {}).get(name)
     if family is None:
         return None
-    start, length = index["families"][package][family]
+    start, length, at = index["families"][package][family]
     folder = files("fp4convert").joinpath("configs", "architectures")
-    with folder.joinpath(f"{package}.jsonl").open("rb") as file:
+    with folder.joinpath(f"{package}.zlib").open("rb") as file:
         file.seek(start)
-        table = json.loads(file.read(length))
+        table = json.loads(zlib.decompress(file.read(length)).splitlines()[at])
     row, words = table["classes"][name], [part.split(" ", 1) for part in table["parts"]]
     parts: dict[str, dict[str, str]] = {}
 

@@ -21,7 +21,8 @@ from fp4convert.storage.safetensors import WEIGHT
 
 # Buffers that engines compute, and old checkpoints hold.
 COMPUTED = re.compile(
-    r"(?:^|\.)(?:inv_freq|original_inv_freq|position_ids|num_batches_tracked|attn\.(?:masked_)?bias)$"
+    r"(?:^|\.)(?:inv_freq|original_inv_freq|position_ids|num_batches_tracked|attn\.bias"
+    r"|attn\.masked_bias)$"
 )
 MOST_GAPS = 5  # that are named of a list
 WEIGHTLESS = ": engines refuse it, or compute with what was in memory before"

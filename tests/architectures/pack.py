@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from layouts import Layout
 
 Row = Mapping[str, Any]
+GROUP = 32  # families that are compressed together
 KEPT = ("inner", "skip", "absent", "unexpected")
 
 
@@ -86,12 +88,23 @@ def by_family(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 def write_source(folder: Path, source: str, rows: Sequence[Row]) -> dict[str, Any]:
     """Write the lines of a package; return what the index says of them."""
-    offset, families = 0, {}
-    with (folder / f"{source}.jsonl").open("w", encoding="ascii", newline="\n") as file:
-        for family, members in by_family(rows).items():
-            line = line_of(family, members) + "\n"
-            families[family] = [offset, len(line)]
-            offset += len(line)
-            file.write(line)
+    lines = {family: line_of(family, own) for family, own in by_family(rows).items()}
     classes = {row["class"]: row["family"] for row in rows}
-    return {"classes": dict(sorted(classes.items())), "families": families}
+    places = write_lines(folder / f"{source}.zlib", lines)
+    return {"classes": dict(sorted(classes.items())), "families": places}
+
+
+def write_lines(file: Path, lines: Mapping[str, str]) -> dict[str, list[int]]:
+    """Write lines in compressed groups, so that one group is read for a class.
+
+    Returns  by family: offset and length of its group, and the number of its line there
+    """
+    places, data, families = {}, b"", list(lines)
+    for first in range(0, len(families), GROUP):
+        group = families[first : first + GROUP]
+        text = "\n".join(lines[family] for family in group)
+        packed = zlib.compress(text.encode("ascii"), 9)
+        places |= {family: [len(data), len(packed), at] for at, family in enumerate(group)}
+        data += packed
+    file.write_bytes(data)
+    return places

@@ -48,10 +48,10 @@ def index() -> dict[str, Any]:
 
 def line_of(source: str, family: str) -> dict[str, Any]:
     """The line of a family, read as the package reads it."""
-    offset, length = index()["families"][source][family]
-    with (FOLDER / f"{source}.jsonl").open("rb") as file:
+    offset, length, at = index()["families"][source][family]
+    with (FOLDER / f"{source}.zlib").open("rb") as file:
         file.seek(offset)
-        return json.loads(file.read(length))
+        return json.loads(zlib.decompress(file.read(length)).splitlines()[at])
 
 
 def written(name: str) -> dict[str, Any]:
