@@ -180,6 +180,12 @@ class Architecture:
         )
 
     @cached_property
+    def _shapes(self) -> frozenset[str]:
+        """Return all names with "#" for every number; few strange names are among them."""
+        names = (prefix + part for prefix, parts in self.parts.items() for part in parts)
+        return frozenset(_NUMBER.sub("#", name) for name in names)
+
+    @cached_property
     def _literals(self) -> int:
         """Return the number from which on numbers in names are all alike."""
         names = (prefix + part for prefix, parts in self.parts.items() for part in parts)
@@ -204,6 +210,8 @@ class Architecture:
 
     def _match(self, name: str) -> _Known | None:
         """Find a name in the table, whose numbers are of children or literal."""
+        if _NUMBER.sub("#", name) not in self._shapes:
+            return None
         texts, numbers = _NUMBER.split(name), _NUMBER.findall(name)
         if len(numbers) > MOST_NUMBERS or any(len(text) > MOST_DIGITS for text in numbers):
             return None

@@ -74,10 +74,9 @@ def explain(names: Collection[str], architecture: Architecture, recipe: Recipe) 
             found[place.prefix][place.child].add(place.part)
             if drafting and name in drafting:
                 drafts.add((place.prefix, place.child))
-        is_extra = (
-            places or name in drafting or COMPUTED.search(name) or name.endswith(CACHE_SCALES)
-        )
-        if not is_extra and not _fits(architecture.extra, name):
+        if places or name in drafting or name.endswith(CACHE_SCALES):
+            continue
+        if not COMPUTED.search(name) and not _fits(architecture.extra, name):
             strange.append(Unexplained(name, f"{architecture.name} has no such parameter"))
             kept[name] = f"unexplained: {strange[-1].reason}"
     _add_lists(found)

@@ -24,7 +24,7 @@ from fp4convert.report.text import (
 CODE = "seem"  # E2M1, bit 3 first
 SCALES = {"fp8_e4m3": "-eeeemmm", "e8m0": "eeeeeeee"}  # of a scale that is positive
 SHOWN = 2  # bytes at the beginning of a block, before the dots
-UNTRIED = {"loaded": "not in", "read": "read only in", "not-tried": "not tried in"}
+UNTRIED = {"read": "read only in", "not-tried": "not tried in"}
 MOST_PATTERNS = 24  # of modules that are shown
 MOST_SHOWN, MOST_COMPARED = 5, 10  # tensors
 MOST_BESIDE = 6  # artifacts beside each other; more are below each other, without their layers

@@ -93,7 +93,7 @@ class ModelList(NamedTuple):
         return not self.names.isdisjoint({name, *others})
 
 
-class Judged(NamedTuple):
+class LoadedClasses(NamedTuple):
     """Tiny models that an engine loaded: configs/engines/loaded.
 
     rows  (class, dialect, formats): "" where it held every value, else what became of it
@@ -140,7 +140,7 @@ class Engine(NamedTuple):
         return _read_models(self.key)
 
     @property
-    def judged(self) -> Judged | None:
+    def loaded_classes(self) -> LoadedClasses | None:
         """Return the models that it was given; None where nobody tried."""
         return _read_judged(self.key)
 
@@ -202,7 +202,7 @@ def _read_models(key: str) -> ModelList | None:
 
 
 @cache
-def _read_judged(key: str) -> Judged | None:
+def _read_judged(key: str) -> LoadedClasses | None:
     """Read lines of configs/engines/loaded, as their head says."""
     from fp4convert.engines.versions import read_version
 
@@ -211,7 +211,7 @@ def _read_judged(key: str) -> Judged | None:
         return None
     lines = (line.split(" ", 4) for line in table["rows"].splitlines())
     rows = {(words[0], words[1], words[2]): "".join(words[4:]) for words in lines}
-    return Judged(read_version(table["version"]), rows)
+    return LoadedClasses(read_version(table["version"]), rows)
 
 
 def _read_toml(name: str) -> dict[str, Any]:

@@ -73,28 +73,26 @@ def judge(engine: Engine, contents: Contents, version: Version | None = None) ->
     if verdict.loads is False or not contents.fault:
         return verdict
     why = f"has an artifact with errors before it: {contents.fault}"
-    fault = Verdict(engine, "", False, why, evidence="read", name=verdict.name)
-    return fault
+    return Verdict(engine, "", False, why, evidence="read", name=verdict.name)
 
 
 def _weigh(verdict: Verdict, contents: Contents, version: Version | None) -> Verdict:
     """Claim no more than what was loaded."""
-    row, tried = verdict.row, verdict.engine.judged
+    row, tried = verdict.row, verdict.engine.loaded_classes
     names = contents.classes or tuple(filter(None, (contents.model,)))
     verdict = verdict._replace(name=", ".join(names), evidence=_evidence_of(verdict))
     if not verdict.loads or row is None:
         return verdict
     if not {*names, contents.model}.isdisjoint(row.ran):
         return verdict
-    fault = None
     if tried is not None and version in (None, tried.version):
         keys = [(name, contents.dialect, contents.formats) for name in names]
         fault = next((tried.rows[key] for key in keys if key in tried.rows), None)
-    if fault == "":
-        return verdict._replace(evidence="loaded")
-    if fault:
-        versions, why = str(tried.version if tried else ""), f"fails at this class: {fault}"
-        return verdict._replace(loads=False, versions=versions, why=why, evidence="loaded")
+        if fault == "":
+            return verdict._replace(evidence="loaded")
+        if fault:
+            versions, why = str(tried.version), f"fails at this class: {fault}"
+            return verdict._replace(loads=False, versions=versions, why=why, evidence="loaded")
     if row.tried == "read":
         why = f"was read, not loaded: it {row.says}"
         return verdict._replace(loads=None, why=why, evidence="read")

@@ -11,7 +11,7 @@ import pytest
 from engine_contents import contents
 from paths import ROOT
 
-from fp4convert.engines.files import Judged, parse_engine, read_engine
+from fp4convert.engines.files import LoadedClasses, parse_engine, read_engine
 from fp4convert.engines.verdicts import judge
 
 LOADED = ROOT / "configs" / "engines" / "loaded"
@@ -84,7 +84,9 @@ def test_what_was_read_is_said_to_be_read() -> None:
 def _judge_by(monkeypatch: pytest.MonkeyPatch, seen: dict[tuple[str, str, str], str]) -> None:
     version = read_engine("vllm").version
     assert version is not None
-    monkeypatch.setattr("fp4convert.engines.files._read_judged", lambda key: Judged(version, seen))
+    monkeypatch.setattr(
+        "fp4convert.engines.files._read_judged", lambda key: LoadedClasses(version, seen)
+    )
 
 
 def _swapped(asked: tuple[Any, Any], given: Any) -> tuple[Any, Any, Any]:
