@@ -181,7 +181,7 @@ class Architecture:
 
     @cached_property
     def _shapes(self) -> frozenset[str]:
-        """Return all names with "#" for every number; few strange names are among them."""
+        """Return all names with "#" for every number: few others fit."""
         names = (prefix + part for prefix, parts in self.parts.items() for part in parts)
         return frozenset(_NUMBER.sub("#", name) for name in names)
 
