@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib.resources import files
 from itertools import accumulate, combinations
 from typing import Any, NamedTuple
 
-from fp4convert.checkpoint.name_mapping import Renaming, rename, settle
+from fp4convert.checkpoint.name_mapping import Renamed, Renaming, rename, settle
 
 TRANSFORMERS, DIFFUSERS = "transformers", "diffusers"
 
@@ -30,7 +30,7 @@ TYPES = {  # letters of the table
     **{"O": "a parameter of another type", "u": "a buffer", "-": "a list of layers"},
 }
 # A number that stands alone, or behind "_" at the end of a word: a child of a list, or of a dict.
-_NUMBER = re.compile(r"(?<![^._])\d+(?![^.])")
+_NUMBER = re.compile(r"(?<![^._])(?:0|[1-9][0-9]*)(?![^.])")
 MOST_NUMBERS = 6  # in a name that is looked up
 MOST_DIGITS = 9
 MOST_DEPTH = 8  # of configs inside configs
@@ -38,15 +38,32 @@ MOST_LETTERS = 100  # of a class's name in a message
 MISSING = object()
 POOLER = "pooler."  # of a model that another may build without
 MARK = 1000  # times n stands for the n-th number of a name while it is renamed
+OTHER_SIZE = "another size"  # a condition of the table: sizes that differ, or are the same
 OWN_CODE = "auto_map"  # in config.json: classes of Python code beside the weights
 OF_MLX = "quantization"  # in config.json: names are those of mlx-lm's classes
 RECORDS = frozenset({"quantization_config", OF_MLX})  # in config.json: of no model
 FEWEST_NUMBERS = 4  # of sizes in a config.json that is whole
-_HEAD = re.compile(r".*(?<![^._])\d+\.")  # a name up to its last number before a dot
+_HEAD = re.compile(r".*(?<![^._])(?:0|[1-9][0-9]*)\.")  # a name up to its last number before a dot
 # Prefix, part, and the number of each child: the place of a number in the name, -1 for none, and
 # what is added to it.
-_Known = tuple[str, str, tuple[tuple[int, int], ...]]
+_Match = tuple[str, str, tuple[tuple[int, int], ...]]
+_Known = tuple[_Match, "Origin"]
 Kinds = tuple[frozenset[str], ...]  # of the children of a list: the parts that each may have
+
+
+class Origin(NamedTuple):
+    """How a tensor becomes a parameter.
+
+    source   the word for it among those that become the parameter together; "" of one alone
+    sources  the words of all of them: gate_proj, up_proj
+    is_part  others may become the same parameter
+    is_bare  its name lacks the prefix of the base model, or has one that the class does not have
+    """
+
+    source: str = ""
+    sources: tuple[str, ...] = ()
+    is_part: bool = False
+    is_bare: bool = False
 
 
 class Place(NamedTuple):
@@ -60,6 +77,7 @@ class Place(NamedTuple):
     prefix: str
     part: str
     child: tuple[int, ...] = ()
+    origin: Origin = Origin()
 
     @property
     def name(self) -> str:
@@ -72,12 +90,14 @@ class Place(NamedTuple):
 class Architecture:
     """The parameters of a class under a model's config.json.
 
-    parts   by prefix: the part -> its letter in TYPES, over all settings
-    kinds   by prefix: the sets of parts that children have under the settings of config.json
-    base    the module that holds the model without its head; names may lack it
-    tied    parameter -> the one that it may share
-    absent  expressions for names that checkpoints may lack
-    extra   expressions for names that checkpoints may have beside those of the class
+    parts     by prefix: the part -> its letter in TYPES and its number of dimensions, "L2", over
+              all settings; "L" where that number differs
+    kinds     by prefix: the sets of parts that children have under the settings of config.json
+    base      the module that holds the model without its head; names may lack it
+    tied      parameter -> the one that it may share
+    absent    expressions for names that checkpoints may lack
+    extra     expressions for names that checkpoints may have beside those of the class
+    optional  prefixes and parts that some models have under these settings
     """
 
     name: str
@@ -88,6 +108,7 @@ class Architecture:
     tied: Mapping[str, str] = field(default_factory=dict)
     absent: tuple[re.Pattern[str], ...] = ()
     extra: tuple[re.Pattern[str], ...] = ()
+    optional: frozenset[tuple[str, str]] = frozenset()
     _heads: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
     _known: dict[tuple[str, str], tuple[_Known, ...]] = field(default_factory=dict, init=False)
 
@@ -112,10 +133,19 @@ class Architecture:
                     prefix,
                     part,
                     tuple([numbers[at] + more if at >= 0 else more for at, more in child]),
+                    origin,
                 )
-                for prefix, part, child in self._known[key, tail]
+                for (prefix, part, child), origin in self._known[key, tail]
             ]
         )
+
+    def has(self, place: Place) -> bool:
+        """Return whether the class has a parameter under the settings of config.json."""
+        return place.part in self._current[place.prefix] or place[:2] in self.optional
+
+    @cached_property
+    def _current(self) -> dict[str, frozenset[str]]:
+        return {prefix: frozenset().union(*kinds) for prefix, kinds in self.kinds.items()}
 
     def _read_head(self, head: str) -> tuple[str, tuple[int, ...]]:
         """Return a name's beginning with marks for numbers, and its numbers."""
@@ -140,7 +170,20 @@ class Architecture:
                 named = {f"{place}.{part}": letter for part, letter in own.items()}
                 parts[""] = named | parts.get("", {})
         kinds = dict.fromkeys(parts.keys() - self.kinds.keys(), ())
-        return replace(self, parts=parts, kinds={**self.kinds, **kinds})
+        return replace(
+            self,
+            parts=parts,
+            kinds={**self.kinds, **kinds},
+            optional=self.optional | other.everything_at(place),
+        )
+
+    def everything_at(self, place: str) -> frozenset[tuple[str, str]]:
+        """Return the parts under the settings of config.json, inside another class."""
+        inside = [(prefix, part) for prefix, parts in self._current.items() for part in parts]
+        return frozenset(
+            (f"{place}.{prefix}", part) if prefix else ("", f"{place}.{part}")
+            for prefix, part in (*inside, *self.optional)
+        )
 
     def holding(self, place: str, other: Architecture | None) -> Architecture:
         """Replace the model at a place by another class.
@@ -177,6 +220,7 @@ class Architecture:
             renamings=(*self.renamings, *(one.within(place) for one in other.renamings)),
             absent=(*self.absent, *other.absent),
             extra=(*self.extra, *other.extra),
+            optional=self.optional | other.everything_at(place),
         )
 
     @cached_property
@@ -195,27 +239,40 @@ class Architecture:
         )
 
     def _find(self, name: str) -> tuple[_Known, ...]:
-        for targets in (rename(self.renamings, name), (name,)):
-            for variant in (targets, *self._with_base(targets)):
-                found = [self._match(each) for each in variant]
-                if all(found):
-                    return tuple(each for each in found if each)
+        start = f"{self.base}."
+        for renamed in (rename(self.renamings, name), Renamed((name,))):
+            without = tuple(each.removeprefix(start) for each in renamed.names)
+            with_base = tuple(start + each for each in renamed.names)
+            variants = {renamed.names: self._is_base and name.startswith(start)}
+            if self._is_base or name not in renamed.names:  # renamings may add the prefix
+                variants.setdefault(without, name.startswith(start))
+            if self.base and not self._is_base:
+                variants.setdefault(with_base, True)
+            for names, is_bare in variants.items():
+                matches = [self._match(each) for each in names]
+                if all(matches):
+                    origin = Origin(renamed.source, renamed.sources, renamed.is_part, is_bare)
+                    return tuple((each, origin) for each in matches if each)
         return ()
 
-    def _with_base(self, names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-        """Yield names without and with the prefix of the base model."""
-        if self.base:
-            yield tuple(name.removeprefix(f"{self.base}.") for name in names)
-            yield tuple(f"{self.base}.{name}" for name in names)
+    def is_in_base(self, place: Place) -> bool:
+        """Return whether the name of a parameter may have the base model's prefix or lack it."""
+        return bool(self.base) and (
+            self._is_base or (place.prefix + place.part).startswith(f"{self.base}.")
+        )
 
-    def _match(self, name: str) -> _Known | None:
+    @cached_property
+    def _is_base(self) -> bool:
+        return not any(name.startswith(f"{self.base}.") for name in self._shapes)
+
+    def _match(self, name: str) -> _Match | None:
         """Find a name in the table, whose numbers are of children or literal."""
         if _NUMBER.sub("#", name) not in self._shapes:
             return None
         texts, numbers = _NUMBER.split(name), _NUMBER.findall(name)
         if len(numbers) > MOST_NUMBERS or any(len(text) > MOST_DIGITS for text in numbers):
             return None
-        every, fitting = range(len(numbers)), None
+        every, other = range(len(numbers)), None
         for count in range(len(numbers), -1, -1):
             for chosen in combinations(every, count):
                 words = ["#" if at in chosen else numbers[at] for at in every]
@@ -224,11 +281,11 @@ class Architecture:
                 prefix, part = pattern[:end], pattern[end:]
                 if part in self.parts.get(prefix, ()):
                     marks = (divmod(int(numbers[at]), MARK) for at in chosen)
-                    found = prefix, part, tuple((at - 1, more) for at, more in marks)
-                    if any(part in kind for kind in self.kinds[prefix]):
-                        return found
-                    fitting = fitting or found  # of other settings than the model's
-        return fitting
+                    match = prefix, part, tuple((at - 1, more) for at, more in marks)
+                    if self.has(Place(prefix, part)):
+                        return match
+                    other = other or match  # of other settings than the model's
+        return other
 
 
 def find_architecture(
@@ -309,13 +366,21 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
         for prefix, blocks in layout.items():
             own = parts.setdefault(prefix, {})
             kinds = [[words[at] for at in accumulate(table["blocks"][block])] for block in blocks]
-            own.update({part: letter[0] for kind in kinds for letter, part in kind})
+            for letter, part in (each for kind in kinds for each in kind):
+                own[part] = letter if own.get(part, letter) == letter else letter[0]
             found[prefix] = tuple(frozenset(part for _, part in kind) for kind in kinds)
         return found
 
     usual = read(row.get("layout", {}))
     flips = [(path, wanted, read(changed)) for path, wanted, changed in row.get("flips", ())]
     active = [changed for path, wanted, changed in flips if _holds(config, path, wanted)]
+    optional = frozenset(
+        (prefix, part)
+        for _, wanted, changed in flips
+        if wanted == OTHER_SIZE
+        for prefix, kinds in changed.items()
+        for part in frozenset().union(*kinds)
+    )
     made = Architecture(
         name,
         parts,
@@ -330,6 +395,7 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
         row.get("tied", {}) if _ties(config, row.get("ties", False)) else {},
         _compiled((*row.get("absent", ()), *map(re.escape, row.get("skip", ())))),
         _compiled(row.get("unexpected", ())),
+        optional,
     )
     for place, (key, model_type, mapping) in row.get("inner", {}).items():
         inner = _at(config, key)

@@ -27,6 +27,7 @@ COMPUTED = re.compile(
 MOST_GAPS = 5  # that are named of a list
 WEIGHTLESS = ": engines refuse it, or compute with what was in memory before"
 _Children = dict[tuple[int, ...], set[str]]
+_Parameter = tuple[str, str, tuple[int, ...]]  # prefix, part, child of a Place
 
 
 class Unexplained(NamedTuple):
@@ -57,31 +58,118 @@ class Explained(NamedTuple):
     kept: Mapping[str, str]
 
 
-def explain(names: Collection[str], architecture: Architecture, recipe: Recipe) -> Explained:
+def explain(
+    names: Collection[str],
+    architecture: Architecture,
+    recipe: Recipe,
+    ranks: Mapping[str, int],
+) -> Explained:
     """Hold names against a class.
 
     names  of tensors: those that no encoding has taken, and MODULE.weight of each packed one
+    ranks  numbers of dimensions of tensors, as far as they are known
     """
     found: dict[str, _Children] = defaultdict(lambda: defaultdict(set))
-    strange, kept = list[Unexplained](), dict[str, str]()
+    reasons, kept = dict[str, str](), dict[str, str]()
+    taken = _Taken({}, defaultdict(dict), defaultdict(lambda: ([], [])))
     drafts = set[tuple[str, tuple[int, ...]]]()  # children of lists that draft tokens
     drafting = set(sift(recipe.patterns_of(PREDICTION), names))
+    beside = list[str]()  # what may stand beside parameters
     for name in names:
         places = places_of(name, architecture, recipe.stacks)
+        is_draft = name in drafting
         for place in places:
-            if (letter := architecture.parts[place.prefix][place.part]) not in LINEAR:
-                kept[name] = f"{TYPES[letter]} of {architecture.name}"
-            found[place.prefix][place.child].add(place.part)
-            if drafting and name in drafting:
+            kind = architecture.parts[place.prefix][place.part]
+            if is_draft:
                 drafts.add((place.prefix, place.child))
-        if places or name in drafting or name.endswith(CACHE_SCALES):
+            elif why := _misfit(name, place, kind, architecture, ranks):
+                reasons[name] = why
+                continue
+            elif before := taken.note(name, place, architecture):
+                reasons[name] = f"{before} is the same parameter of {architecture.name}"
+            if kind[0] not in LINEAR:
+                kept[name] = f"{TYPES[kind[0]]} of {architecture.name}"
+            found[place.prefix][place.child].add(place.part)
+        if places or is_draft:
             continue
-        if not COMPUTED.search(name) and not _fits(architecture.extra, name):
-            strange.append(Unexplained(name, f"{architecture.name} has no such parameter"))
-            kept[name] = f"unexplained: {strange[-1].reason}"
+        if COMPUTED.search(name) or name.endswith(CACHE_SCALES):
+            beside.append(name)
+        elif not _fits(architecture.extra, name):
+            reasons[name] = f"{architecture.name} has no such parameter"
+    reasons |= taken.find_mixed()
+    if beside:
+        explained = set(names).difference(reasons, beside)
+        reasons |= _find_alone(beside, explained, architecture.name)
+    kept |= {name: f"unexplained: {why}" for name, why in reasons.items()}
     _add_lists(found)
-    lost = _find_lost(found, drafts, architecture) if found else ()
-    return Explained(tuple(strange), tuple(lost), kept)
+    lost = [*_find_lost(found, drafts, architecture), *taken.find_partial()] if found else ()
+    return Explained(tuple(map(Unexplained, reasons, reasons.values())), tuple(lost), kept)
+
+
+class _Taken(NamedTuple):
+    """The tensors that have become parameters.
+
+    whole    prefix, part and child of a parameter -> the tensor
+    sources  the same -> tensors that become one parameter together, by their words
+    based    by prefix: names as the class has them, and with or without the base model's prefix
+    """
+
+    whole: dict[_Parameter, str]
+    sources: dict[_Parameter, dict[str, tuple[str, Place]]]
+    based: dict[str, tuple[list[str], list[str]]]
+
+    def note(self, name: str, place: Place, architecture: Architecture) -> str:
+        """Note a tensor; return the one that has become the same parameter, or ""."""
+        key, origin = place[:3], place.origin
+        if architecture.is_in_base(place):
+            self.based[place.prefix][origin.is_bare].append(name)
+        if not origin.is_part:
+            before = self.whole.get(key, "")
+            self.whole[key] = name
+            return before or next((one for one, _ in self.sources.get(key, {}).values()), "")
+        self.sources[key].setdefault(origin.source, (name, place))
+        return self.whole.get(key, "")
+
+    def find_mixed(self) -> dict[str, str]:
+        """Find the fewer names, with the base model's prefix or without it."""
+        both = (sorted(each, key=len) for each in self.based.values() if all(each))
+        return {name: f"others begin as {more[0]}" for fewer, more in both for name in fewer}
+
+    def find_partial(self) -> Iterator[Lost]:
+        """Find what parameters lack that are made of several tensors."""
+        for sources in self.sources.values():
+            word, (name, place) = next(iter(sources.items()))
+            for other in place.origin.sources:
+                if other not in sources:
+                    lost = other.join(name.rsplit(word, 1)).removesuffix(WEIGHT)
+                    yield Lost(lost, f"it is missing, and becomes {place.name} with {word}")
+
+
+def _misfit(
+    name: str, place: Place, kind: str, architecture: Architecture, ranks: Mapping[str, int]
+) -> str:
+    """Say why a tensor is not the parameter of its name; "" if it is."""
+    rank = ranks.get(name)
+    if not architecture.has(place):
+        return f"{architecture.name} has it under other settings than those in config.json"
+    if rank is not None and kind[1:] not in ("", str(rank)) and not place.origin.is_part:
+        return f"it has {rank} dimensions, and {kind[1:]} in {architecture.name}"
+    return ""
+
+
+def _find_alone(names: Iterable[str], others: Set[str], owner: str) -> dict[str, str]:
+    """Find scales and buffers beside no module of the class."""
+    modules = {""}
+    for other in others:
+        while (other := other.rpartition(".")[0]) and other not in modules:
+            modules.add(other)
+    above = {name: name.rpartition(".")[0] for name in names}
+    return {
+        name: f"{owner} has no module there"
+        for name, module in above.items()
+        if module not in modules
+        and (name.endswith(CACHE_SCALES) or module.rpartition(".")[0] not in modules)
+    }
 
 
 def places_of(
@@ -93,7 +181,9 @@ def places_of(
     for rule in stacks:
         for stack in rule.tensors_of(name.removesuffix(WEIGHT)):
             if places := architecture.places(stack):
-                return places
+                return tuple(
+                    place._replace(origin=place.origin._replace(is_part=True)) for place in places
+                )
     return ()
 
 

@@ -16,6 +16,7 @@ from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import TEXT_CONFIGS, configs_in
 from fp4convert.recipes.recipe import Recipe
 from fp4convert.recipes.uneven_formats import EXPERTS
+from fp4convert.storage.safetensors import WEIGHT
 
 # Last names of what holds the layers of a model, numbered from 0.
 STACKS = frozenset({"layers", "layer", "h", "blk", "blocks", "block", "transformer_blocks"})
@@ -81,12 +82,13 @@ def judge_names(
     """Judge a checkpoint by the class in its config.json.
 
     names    of tensors: those that no encoding has taken, and MODULE.weight of each packed one
-    shapes   module -> (rows, columns) of its matrix
+    shapes   module -> shape of its weight
     config   config.json; may be empty
     """
     modules = {name.rpartition(".")[0] for name in names}
     odd = tuple(find_odd_sizes(shapes, config))
-    explained = explain_by_class(names, config, recipe)
+    ranks = {module + WEIGHT: len(shape) for module, shape in shapes.items()}
+    explained = explain_by_class(names, config, recipe, ranks)
     lost = _list_lost(modules, config, recipe, explained)
     faults = [Finding("error", "module-missing", one.name, one.detail + WEIGHTLESS) for one in lost]
     if explained:
@@ -96,7 +98,10 @@ def judge_names(
 
 
 def explain_by_class(
-    names: Collection[str], config: Mapping[str, object], recipe: Recipe
+    names: Collection[str],
+    config: Mapping[str, object],
+    recipe: Recipe,
+    ranks: Mapping[str, int],
 ) -> Explained | None:
     """Hold names against the class in config.json; None where no table has it.
 
@@ -105,7 +110,7 @@ def explain_by_class(
     architecture = find_architecture(config, names)
     if architecture is None or not names:
         return None
-    explained = explain(names, architecture, recipe)
+    explained = explain(names, architecture, recipe, ranks)
     is_other = OWN_CODE in config or is_draft_head({name.rpartition(".")[0] for name in names})
     if is_other and (explained.unexplained or explained.lost):
         return None

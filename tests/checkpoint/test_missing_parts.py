@@ -196,16 +196,19 @@ def test_a_layer_that_lacks_what_all_others_have(lacking, first):
     assert missing(modules, {"model_type": "anything"}) == first
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_nothing_is_missed_in_a_whole_model(family, tmp_path):
+def test_all_of_a_whole_model_is_there_and_explained(family, tmp_path):
     folder = build(family, tmp_path / "m")
-    modules = {
-        name.rpartition(".")[0]
-        for name in read_tensors(folder)
-        if not family.beside or not name.startswith(family.beside)
+    config, tensors = read_json(folder / "config.json"), read_tensors(folder)
+    names = [one for one in tensors if not family.beside or not one.startswith(family.beside)]
+    shapes = {
+        one.removesuffix(".weight"): tuple(tensors[one].shape)
+        for one in names
+        if one.endswith(".weight")
     }
-    assert missing(modules, read_json(folder / "config.json")) == []
+    judged = judge_names(names, shapes, config, model_recipe(config))
+    assert (judged.faults, judged.unexplained) == ((), ())
 
 
 @pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
