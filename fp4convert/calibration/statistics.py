@@ -90,6 +90,11 @@ class Calibration(NamedTuple):
         return self.notes["gram"]
 
     @property
+    def has_moments(self) -> bool:
+        """Return whether there are mean squares of inputs, which weigh errors."""
+        return any(name.endswith(".input_sq_mean") for name in self.refs)
+
+    @property
     def unrouted(self) -> tuple[str, ...]:
         """List the experts with statistics of tokens of other experts."""
         found = parse_note(self.path, self.notes, "unrouted", [])

@@ -140,7 +140,7 @@ class Architecture:
         )
 
     def has(self, place: Place) -> bool:
-        """Return whether the class has a parameter under the settings of config.json."""
+        """Return whether the class has it under the settings of config.json."""
         return place.part in self._current[place.prefix] or place[:2] in self.optional
 
     @cached_property
@@ -178,7 +178,7 @@ class Architecture:
         )
 
     def everything_at(self, place: str) -> frozenset[tuple[str, str]]:
-        """Return the parts under the settings of config.json, inside another class."""
+        """Return the parts under the settings, inside another class."""
         inside = [(prefix, part) for prefix, parts in self._current.items() for part in parts]
         return frozenset(
             (f"{place}.{prefix}", part) if prefix else ("", f"{place}.{part}")
@@ -256,7 +256,7 @@ class Architecture:
         return ()
 
     def is_in_base(self, place: Place) -> bool:
-        """Return whether the name of a parameter may have the base model's prefix or lack it."""
+        """Return whether a name may have or lack the base model's prefix."""
         return bool(self.base) and (
             self._is_base or (place.prefix + place.part).startswith(f"{self.base}.")
         )

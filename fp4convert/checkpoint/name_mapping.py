@@ -121,7 +121,10 @@ def rename(renamings: Iterable[Renaming], name: str) -> Renamed:
 
 @cache
 def _words_of(pattern: str) -> dict[str, str]:
-    """Return by group the word in which alternatives of a merge differ; {} of one alone."""
+    """Return the word in which the alternatives of a merge differ.
+
+    Returns  group -> its word; {} of one alternative alone
+    """
     groups = re.findall(r"\(\?P<(g\d+)>", pattern)
     texts = re.split(r"\|?\(\?P<g\d+>", pattern)[1:]
     words = [re.findall(r"(?<!\\)[a-zA-Z]\w*", text.removesuffix(r"(?!\w))")) for text in texts]

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp4convert.calibration.result import Calibrated
 from fp4convert.checkpoint.whole_model import open_model
-from fp4convert.errors import InputError, describe_missing
+from fp4convert.errors import InputError, OutputError, describe_missing, shell_line
+from fp4convert.numerics.formats import GPTQ, METHODS, format_named
 from fp4convert.options.access import as_nbytes
 from fp4convert.options.arguments import as_path, chosen_adapter
 from fp4convert.options.measuring import CalibrateOptions, TextOptions
+from fp4convert.options.writing import QuantizeOptions
+from fp4convert.planning.method_needs import rounded
 from fp4convert.progress import Phases
 
 if TYPE_CHECKING:
     from fp4convert.calibration.samples import Feed
+    from fp4convert.conversion.work import Work
+    from fp4convert.execution.settings import Settings
+
+MOST_FULL_NBYTES = 16 * 10**9  # of the Gram matrices of all linear layers
+NEEDING: dict[str, Any] = dict.fromkeys(  # options that may need statistics
+    ("target_bits", "target_size", "scale_rule", "kv_cache", "damping", "passes")
+)
+CHOSEN = ("dialect", "format", "activations", "exclude", "include")  # by --for
+SHARED = (  # options of a quantize and its calibration
+    *("text", "dataset", "self_generate", "lora", "lora_scale", "device", "tell"),
+    *("revision", "subfolder", "token", "memory", "config"),
+)
 
 
 def calibrate(options: CalibrateOptions) -> Calibrated:
@@ -73,6 +89,84 @@ def feed_of(options: TextOptions, command: str) -> Feed:
     feed.check()
     _refuse_idle(options)
     return feed
+
+
+def calibrate_first(options: QuantizeOptions, settings: Settings, is_dry: bool) -> QuantizeOptions:
+    """Calibrate with the text of a quantize; return options with the file.
+
+    What can be refused without statistics is refused before the model reads the text. A file of the
+    same text and Gram is used again, and an interrupted calibration goes on. A dry run plans as
+    without statistics.
+    """
+    from fp4convert.conversion.engine_choice import choose_options
+    from fp4convert.conversion.work import prepare
+
+    _refuse_beside_text(options, settings)
+    silent: dict[str, Any] = dict.fromkeys(("text", "dataset", "self_generate"))
+    untried = choose_options(replace(options, method=METHODS[0], **silent, **NEEDING))
+    chosen = {name: getattr(untried, name) for name in CHOSEN}
+    plain = replace(options, method=METHODS[0], **silent, **chosen)
+    method = options.method or (GPTQ if format_named(str(plain.format)).is_fp4 else METHODS[0])
+    file = plain.folder.with_name(f"{plain.folder.name}.calibration.safetensors")
+    work = prepare(untried, may_write=False)
+    is_there = file.exists() and not options.force
+    if not is_there:
+        work.check_output(settings)
+    asked = CalibrateOptions(
+        source=options.source,
+        output=file,
+        gram=_choose_gram(work) if method == GPTQ else "diag",
+        sensitivity=(options.target_bits, options.target_size) != (None, None),
+        force=options.force,
+        phases=settings.phases,
+        **{name: getattr(options, name) for name in SHARED},
+    )
+    feed = feed_of(asked, "--text, --chat and --self-generate:")
+    words = f"{feed.words()}, --gram {asked.gram}"
+    if is_there:
+        _check_same(file, feed, asked.gram)
+    if is_dry:
+        settings.tell(f"calibrates first: {words}; then rounds by {method}")
+        return plain
+    if not is_there:
+        settings.tell(f"calibrates first: {words}; {file} keeps the statistics")
+        for line in calibrate(asked).warnings:
+            settings.tell(line)
+    settings.tell(f"rounds by {method} with {file}")
+    return replace(plain, calibration=file, method=method)
+
+
+def _refuse_beside_text(options: QuantizeOptions, settings: Settings) -> None:
+    """Raise InputError for options that do not go with a text."""
+    if options.calibration is not None:
+        detail = "a text and --calibration are given: the text makes the statistics that the file"
+        raise InputError("usage", f"{detail} has; expected one of them")
+    if settings.share or settings.is_joining or options.ray is not None:
+        detail = "several processes share this work, and one has to calibrate before them"
+        line = shell_line("fp4convert", "calibrate", options.source, "-o", "FILE.safetensors")
+        step = f"First {line} --gram block:128 and the text; then --calibration FILE.safetensors."
+        raise InputError("usage", detail, step)
+
+
+def _choose_gram(work: Work) -> str:
+    """Choose full Gram matrices, or blocks where those take much room."""
+    jobs = work.conversions.values() if hasattr(work, "conversions") else (work,)
+    columns = (
+        linear.shape[1] for job in jobs for step in rounded(job.plan) for linear in step.linears
+    )
+    is_small = sum(4 * count**2 for count in columns) <= MOST_FULL_NBYTES
+    return "full" if is_small else "block:128"
+
+
+def _check_same(file: Path, feed: Feed, gram: str) -> None:
+    """Raise OutputError for statistics of another text or Gram."""
+    from fp4convert.calibration.calibration_file import is_calibration, open_calibration
+
+    notes = open_calibration(str(file)).notes if is_calibration(file) else {}
+    if (notes.get("text"), notes.get("gram")) != (feed.words(), gram):
+        detail = f"{file} is there already, and not of this text and --gram {gram}"
+        step = f"Replace it with --force, or round with it: {shell_line('--calibration', file)}"
+        raise OutputError("output-exists", f"{detail}; nothing is written over it", step)
 
 
 def has_text(options: TextOptions) -> bool:

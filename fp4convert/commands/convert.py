@@ -119,7 +119,13 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     from fp4convert.conversion.work import prepare
 
     settings = options.settings(options.device, is_elsewhere=options.ray is not None)
-    given, options = options, choose_options(options)
+    given = options
+    if options.has_text:
+        from fp4convert.commands.calibration import calibrate_first
+
+        options = calibrate_first(options, settings, is_dry)
+    else:
+        options = choose_options(options)
     to_hub = options.private or options.no_keep or options.disk is not None
     if to_hub or options.report is not None:
         from fp4convert.commands import publish

@@ -72,6 +72,9 @@ def quantize(
     damping: float | None = None,
     passes: int | None = None,
     calibration: Reference | None = None,
+    text: Reference | Iterable[Reference] | None = None,
+    dataset: Reference | None = None,
+    self_generate: int | None = None,
     lora: Reference | Iterable[Reference] | None = (),
     lora_scale: float | None = None,
     scale_rule: str | None = None,
@@ -119,11 +122,14 @@ def quantize(
     passes: With --method gptq: how often codes and block scales are gone over afterwards. Default:
         3.
     calibration: Statistics of this source, a file made by fp4convert calibrate.
+    text: Calibrate with this plain text first, and round by gptq; may be given several times.
+    dataset: As --text, with conversations ('messages') or 'text' of a jsonl or parquet file.
+    self_generate: As --text, with so many sequences that the model writes.
     lora: Merge this LoRA adapter, a folder or ORG/NAME, and round so that it stays.
     lora_scale: With --lora: multiplies the adapter's own scale. Default: 1.
     scale_rule: nvfp4: mse (default), amax, four-over-six, importance; mxfp4: mse (default), floor,
         even, ceil, importance; fp8: amax (default), mse; mxfp8: mse (default), floor, even, ceil.
-        With --calibration and gptq the default is importance.
+        With --calibration the default is importance, but for awq.
     input_scale: Activation scales for nvfp4 with --activations 4: one multiplier, or an artifact or
         calibration file that has them. Default: those of --calibration, else 1.0.
     global_scale: Take nvfp4's global scales from an artifact or a file; measure none.
@@ -198,6 +204,9 @@ def preview_quantize(
     damping: float | None = None,
     passes: int | None = None,
     calibration: Reference | None = None,
+    text: Reference | Iterable[Reference] | None = None,
+    dataset: Reference | None = None,
+    self_generate: int | None = None,
     lora: Reference | Iterable[Reference] | None = (),
     lora_scale: float | None = None,
     scale_rule: str | None = None,

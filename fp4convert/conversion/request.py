@@ -270,16 +270,19 @@ def _recipe_for(
     shards = source.checkpoint.shards
     reads_any = traits.global_scale_kind and all(s.frame.reads_global_scales for s in shards)
     has_scales = any(each.has_global_scale for each in (fmt, *traits.mixes))
-    is_weighed = options.method == GPTQ and calibration is not None
+    is_gptq = calibration is not None and options.method == GPTQ
+    has_moments = calibration is not None and calibration.has_moments
+    is_weighed = is_gptq or (has_moments and options.method == METHODS[0])
+    usual_rule = IMPORTANCE if is_weighed and IMPORTANCE in fmt.scale_rules else None
     target = asked._replace(
-        scale_rule=options.scale_rule or (IMPORTANCE if is_weighed else None),
+        scale_rule=options.scale_rule or usual_rule,
         has_unit_scale=has_scales and not reads_any,
         via=options.via,
         method=options.method,
         calibration=calibration.sha256 if calibration else None,
         keep_dtype=options.keep_dtype,
     )
-    if is_weighed:
+    if is_gptq:
         damping = DAMPING if options.damping is None else options.damping
         passes = PASSES if options.passes is None else options.passes
         target = target._replace(damping=float(damping), passes=int(passes))

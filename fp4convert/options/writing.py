@@ -1,6 +1,7 @@
 """Declare the options of quantize: the docstring here is its help."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import Annotated
@@ -170,12 +171,33 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         ),
     ] = None
     calibration: Statistics = None
+    text: Annotated[
+        Reference | Iterable[Reference] | None,
+        Option(
+            "Calibrate with this plain text first, and round by gptq; may be given several times.",
+            is_several=True,
+            panel=QUALITY,
+            value="<path>",
+        ),
+    ] = None
+    dataset: Annotated[
+        Reference | None,
+        Option(
+            "As --text, with conversations ('messages') or 'text' of a jsonl or parquet file.",
+            flags=("--dataset", "--chat"),
+            panel=QUALITY,
+        ),
+    ] = None
+    self_generate: Annotated[
+        int | None,
+        Option("As --text, with so many sequences that the model writes.", panel=QUALITY),
+    ] = None
     lora: Adapters = ()
     lora_scale: AdapterScale = None
     scale_rule: Annotated[
         str | None,
         Option(
-            f"{_rules()}. With --calibration and gptq the default is importance.",
+            f"{_rules()}. With --calibration the default is importance, but for awq.",
             tuple(dict.fromkeys(rule for fmt in FORMATS.values() for rule in fmt.scale_rules)),
             panel=QUALITY,
             value="<rule>",
@@ -236,7 +258,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.lora = one_adapter(self.lora)
-        if self.method is None:
+        if self.method is None and not self.has_text:
             is_protected = self.lora and self.dialect not in ALWAYS_FOUR
             self.method = METHODS[1] if is_protected else METHODS[0]
         if self.engine is None:  # else it decides what is left out: engine_choice.py
@@ -246,6 +268,11 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             self.dialect = DIALECTS[0] if self.dialect is None else self.dialect
             if self.activations is None:
                 self.activations = _usual_activations(self.format, self.dialect)
+
+    @property
+    def has_text(self) -> bool:
+        """Return whether a text is given, with which to calibrate first."""
+        return any(one is not None for one in (self.text, self.dataset, self.self_generate))
 
     @property
     def folder(self) -> Path:
@@ -279,7 +306,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         """
         others = {field.name for kind in (DeviceOptions, PartOptions) for field in fields(kind)}
         others |= {"source", "output", "engine", "ray", "push_to_hub", "private", "report"}
-        others |= {"no_keep", "disk"}
+        others |= {"no_keep", "disk", "text", "dataset", "self_generate"}
         names = [each.name for each in declared_in(QuantizeOptions)]
         values = {name: getattr(self, name) for name in names if name not in others - {"subfolder"}}
         return {

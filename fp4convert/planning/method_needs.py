@@ -142,10 +142,8 @@ def _untouched(plan: Plan, is_fitted: bool) -> Iterator[str]:
     """Name modules that method, rule and file do not change."""
     if not takes_statistics(plan.target):
         if not is_fitted and not plan.scalars:
-            yield (
-                "--calibration has no effect: --method rtn uses statistics only with"
-                " --scale-rule importance"
-            )
+            rule = plan.target.rule_for(FORMATS[plan.target.format])
+            yield f"--calibration has no effect: --method rtn with rule {rule} uses no statistics"
         return
     reached = {step.module for step in rounded(plan)}
     if others := [step.name for step in plan.steps if step.is_made and step.module not in reached]:

@@ -128,7 +128,7 @@ def test_losses_follow_the_rule_and_the_moments_of_the_run(source, tmp_path, rul
     options = ("--scale-rule", rule) if rule else ()
     given = ("--calibration", file) if is_calibrated else ()
     quantize(source, tmp_path / "out", "--target-bits", 6, *options, *given)
-    quantize(source, tmp_path / "four", *options, *(given if rule else ()))
+    quantize(source, tmp_path / "four", *options, *given)
     moments = {module: (x**2).mean(0) for module, x in inputs.items()} if is_calibrated else {}
     assert_losses(tmp_path / "out", source, tmp_path / "four", moments)
 

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from artifacts import quantize
-from checkpoints import LAYER, LLAMA, run, weight, write_llama, write_single
+from checkpoints import LAYER, LLAMA, read_folder, run, weight, write_llama, write_single
 from made_up_inputs import calibrate
 from refusals import refused
 
@@ -56,8 +56,19 @@ def test_transcode_carries_the_method_on(source, calibration, tmp_path):
 
 
 def test_a_file_that_changes_no_weight_is_a_warning(source, calibration, tmp_path):
-    plan = quantize(source, tmp_path / "out", "--calibration", calibration, "--dry-run")
+    asked = ("--calibration", calibration, "--scale-rule", "mse", "--dry-run")
+    plan = quantize(source, tmp_path / "out", *asked)
     assert any("--calibration has no effect" in warning for warning in plan["warnings"])
+
+
+def test_a_calibration_alone_weighs_errors(source, calibration, tmp_path):
+    quantize(source, tmp_path / "alone", "--calibration", calibration)
+    asked = ("--calibration", calibration, "--scale-rule", "importance")
+    quantize(source, tmp_path / "asked", *asked)
+    alone, asked_for, plain = (tmp_path / name for name in ("alone", "asked", "plain"))
+    quantize(source, plain)
+    weights = [read_folder(folder) for folder in (alone, asked_for, plain)]
+    assert weights[0] == weights[1] != weights[2]
 
 
 def test_a_file_that_chooses_formats_has_an_effect(source, calibration, tmp_path):
