@@ -223,14 +223,16 @@ def _missing_experts(
     count = found[0] if len(set(map(str, found))) == 1 and type(found[0]) is int else 0
     for mixture, experts in mixtures.items():
         total = max(count, max(experts) + 1)
-        projections = set[str]().union(*experts.values())
+        projections = sorted(set[str]().union(*experts.values()))
         if missing := _missing_of(range(total), experts):
             first = f"{mixture}{EXPERTS}{missing[0]}"
             detail = f"{_count(missing, 'expert')} of {total} in {mixture} missing"
             yield Lost(first, detail)
         for number, own in experts.items():
-            if lacks := sorted(projections - own):
-                first = f"{mixture}{EXPERTS}{number}.{lacks[0]}"
+            # A search that ends early: strange names may be as many as there are experts.
+            lack = next((part for part in projections if part not in own), None)
+            if lack is not None:
+                first = f"{mixture}{EXPERTS}{number}.{lack}"
                 yield Lost(first, f"{first} is missing, which other experts have")
 
 
