@@ -44,7 +44,7 @@ class Judgement(NamedTuple):
 
     faults       missing modules, and sizes that config.json contradicts
     unexplained  tensors that the class in config.json does not have
-    note         that the class is in no table; "" where it is, or where none is named
+    note         that the class is in no table, or contradicts config.json's model type; or ""
     kept         names of weights that the class does not hold as linear layers, and reasons
     """
 
@@ -89,9 +89,9 @@ def judge_names(
     explained = explain_by_class(names, config, recipe)
     lost = _list_lost(modules, config, recipe, explained)
     faults = [Finding("error", "module-missing", one.name, one.detail + WEIGHTLESS) for one in lost]
+    note = "" if is_draft_head(modules) else note_on_class(config, explained is not None)
     if explained:
-        return Judgement((*faults, *odd), explained.unexplained, "", explained.kept)
-    note = "" if is_draft_head(modules) else note_on_class(config)
+        return Judgement((*faults, *odd), explained.unexplained, note, explained.kept)
     return Judgement((*faults, *odd), note=note)
 
 
