@@ -307,19 +307,43 @@ def find_architecture(
     return replace(made, renamings=settle((*made.renamings, *legacy), names))
 
 
-def note_on_class(config: Mapping[str, object]) -> str:
-    """Say why names are held against no class; "" if there is none."""
+def note_on_class(config: Mapping[str, object], is_explained: bool = False) -> str:
+    """Say why names are held against no class, or a doubtful one; or "".
+
+    is_explained  names are held against the class in config.json
+    """
     package, name = _class_in(config)
-    classes = config.get("architectures")
+    classes = config.get("architectures", [name])
     if OF_MLX in config or _count_numbers(config) < FEWEST_NUMBERS:
         return ""
-    if isinstance(classes, list) and len(classes) > 1:
-        why = f"config.json names {len(classes)} classes"
+    if package == TRANSFORMERS and _is_of_other_type(name, config.get("model_type")):
+        what = f"model_type is {config['model_type']!r}, and the class {name} of another family"
+        return f"config.json: {what}: engines go by one or the other"
+    names = classes if isinstance(classes, list) else []
+    if package == TRANSFORMERS and not (names and all(isinstance(one, str) for one in names)):
+        why = f"architectures in config.json is {json.dumps(classes)[:MOST_LETTERS]}, no class"
+    elif len(names) > 1:
+        why = f"config.json names {len(names)} classes"
     elif name in _read_index()["classes"][package]:
         why = f"the model has code of its own, whose names are not those of {name}"
     else:
         why = f"{name[:MOST_LETTERS]} is in no table of model classes" if name else ""
-    return f"{why}: names and shapes alone decide" if why else ""
+    return f"{why}: names and shapes alone decide" if why and not is_explained else ""
+
+
+def _is_of_other_type(name: str, model_type: object) -> bool:
+    """Return whether a class and a model type are of two families.
+
+    Bare models serve several types (Sam2Model), and so do families of no type (JevForDecision).
+    """
+    index = _read_index()
+    classes, types = index["classes"][TRANSFORMERS], index["types"]
+    owner = types.get(model_type) if isinstance(model_type, str) else None
+    if name not in classes or owner not in classes or name.endswith("Model"):
+        return False
+    return classes[name] != classes[owner] and any(
+        classes.get(one) == classes[name] for one in types.values()
+    )
 
 
 def _class_in(config: Mapping[str, object]) -> tuple[str, str]:

@@ -45,7 +45,7 @@ class Judgement(NamedTuple):
 
     faults       missing modules, and sizes that config.json contradicts
     unexplained  tensors that the class in config.json does not have
-    note         that the class is in no table; "" where it is, or where none is named
+    note         that the class is in no table, or contradicts config.json's model type; or ""
     kept         names of weights that the class does not hold as linear layers, and reasons
     """
 
@@ -91,9 +91,9 @@ def judge_names(
     explained = explain_by_class(names, config, recipe, ranks)
     lost = _list_lost(modules, config, recipe, explained)
     faults = [Finding("error", "module-missing", one.name, one.detail + WEIGHTLESS) for one in lost]
+    note = "" if is_draft_head(modules) else note_on_class(config, explained is not None)
     if explained:
-        return Judgement((*faults, *odd), explained.unexplained, "", explained.kept)
-    note = "" if is_draft_head(modules) else note_on_class(config)
+        return Judgement((*faults, *odd), explained.unexplained, note, explained.kept)
     return Judgement((*faults, *odd), note=note)
 
 
@@ -228,14 +228,16 @@ def _missing_experts(
     count = found[0] if len(set(map(str, found))) == 1 and type(found[0]) is int else 0
     for mixture, experts in mixtures.items():
         total = max(count, max(experts) + 1)
-        projections = set[str]().union(*experts.values())
+        projections = sorted(set[str]().union(*experts.values()))
         if missing := _missing_of(range(total), experts):
             first = f"{mixture}{EXPERTS}{missing[0]}"
             detail = f"{_count(missing, 'expert')} of {total} in {mixture} missing"
             yield Lost(first, detail)
         for number, own in experts.items():
-            if lacks := sorted(projections - own):
-                first = f"{mixture}{EXPERTS}{number}.{lacks[0]}"
+            # A search that ends early: strange names may be as many as there are experts.
+            lack = next((part for part in projections if part not in own), None)
+            if lack is not None:
+                first = f"{mixture}{EXPERTS}{number}.{lack}"
                 yield Lost(first, f"{first} is missing, which other experts have")
 
 

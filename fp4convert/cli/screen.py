@@ -194,7 +194,11 @@ class Screen:
         right  the columns that stand to the right, as numbers do
         """
         parts = [
-            [part for line in cell.split("\n") for part in wrap(line, width) or [""]]
+            [
+                part
+                for line in cell.split("\n")
+                for part in ([line] if len(line) <= width else wrap(line, width) or [""])
+            ]
             for cell, width in zip(cells, widths, strict=True)
         ]
         for line in zip_longest(*parts, fillvalue=""):

@@ -15,7 +15,7 @@ from fp4convert.progress import Phases, count_text
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 
 PART_NBYTES = 8 << 20  # of a tensor, held at once
-LOOK_NBYTES = 64  # that show of most tensors that they are not zero
+LOOK = 32  # values that show of most tensors that they are not zero
 WITH_NAN = {**FLOAT_DTYPES, **FP8_DTYPES, "F64": np.dtype(np.float64)}
 
 
@@ -56,8 +56,8 @@ def _check_values(
         is_zero = is_matrix or _is_norm(ref.name)  # until another number is seen
         for part in split_bytes(ref):
             stored = artifact.source.read_range(ref, *part)
-            is_zero = is_zero and not any(stored[:LOOK_NBYTES]) and not np.any(np.asarray(stored))
             values = np.frombuffer(stored, WITH_NAN[ref.dtype])
+            is_zero = is_zero and not values[:LOOK].any() and not values.any()  # -0 is zero, too
             with np.errstate(invalid="ignore"):  # a signalling NaN
                 if own := int(np.count_nonzero(~np.isfinite(values))):
                     bad, has_nan = bad + own, has_nan or bool(np.isnan(values).any())

@@ -75,6 +75,17 @@ def sift(patterns: tuple[str, ...], modules: Collection[str]) -> list[str]:
     return [module for module, shape in zip(modules, shapes, strict=True) if ask(module, shape)]
 
 
+def pick_fitting(patterns: Collection[str], modules: Collection[str]) -> set[str]:
+    """Pick the patterns that fit a module or more."""
+    modules = sift(tuple(patterns), modules)  # of many modules, most fit none
+    shapes = [*dict.fromkeys(map(_shape_of, modules))]
+    return {
+        pattern
+        for pattern in dict.fromkeys(patterns)
+        if any(matches(pattern, one) for one in (modules if _is_numbered(pattern) else shapes))
+    }
+
+
 @cache
 def _asker_of_all(patterns: tuple[str, ...]) -> Callable[[str, str], bool]:
     """Return a function of a name and its shape: whether a pattern fits.
@@ -112,6 +123,13 @@ def _asker_of_all(patterns: tuple[str, ...]) -> Callable[[str, str], bool]:
         return fits(shape) or (may_fit(shape) and fits_numbers(module))
 
     return ask
+
+
+def _is_numbered(pattern: str) -> bool:
+    """Return whether a pattern may fit some names of a shape, and not others."""
+    texts = _texts_of(pattern)
+    is_foreign = pattern.startswith("re:") and not texts
+    return is_foreign or bool(_DIGIT.search("".join(texts) or pattern))
 
 
 def _asker(texts: Collection[str], patterns: Iterable[str]) -> Callable[[str], bool]:

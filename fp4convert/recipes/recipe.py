@@ -18,7 +18,15 @@ from fp4convert.recipes.options import (
     RecipeOptions,
     as_globs,
 )
-from fp4convert.recipes.patterns import compiled, configs_in, expand_all, matches, matches_any, sift
+from fp4convert.recipes.patterns import (
+    compiled,
+    configs_in,
+    expand_all,
+    matches,
+    matches_any,
+    pick_fitting,
+    sift,
+)
 from fp4convert.recipes.rules import (
     ExpertsRule,
     FoldRule,
@@ -259,11 +267,12 @@ class Recipe:
         named = [rule.patterns for rule in self.formats if rule.format == KEEP]
         asked = [(patterns, False) for patterns in (self.exclude, *named)]
         rules = [*asked, *((rule.patterns, rule.may_be_absent) for rule in self.keep)]
+        fits = pick_fitting([pattern for patterns, _ in rules for pattern in patterns], kept)
         fitting = tuple(
             pattern
             for patterns, may_be_absent in rules
             for pattern in patterns
-            if may_be_absent or any(matches(pattern, module) for module in kept)
+            if may_be_absent or pattern in fits
         )
         fitted = [module for module in quantized if matches_any(fitting, module)]  # few
         return tuple(

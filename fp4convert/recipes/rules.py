@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import NamedTuple
 
 from fp4convert.errors import InputError
@@ -98,12 +99,7 @@ class StackRule(NamedTuple):
 
     def tensors_of(self, module: str) -> Iterator[str]:
         """Yield the names of stacks that one expert's module may be cut from."""
-        words = {"{parent}": r"(?P<parent>.+)", "{expert}": r"\d+"}
-        words["{member}"] = f"(?:{'|'.join(map(re.escape, self.members))})"
-        expression = re.escape(self.named).replace(r"\{", "{").replace(r"\}", "}")
-        for word, meaning in words.items():
-            expression = expression.replace(word, meaning)
-        if match := re.fullmatch(expression, module):
+        if match := _expression_of(self.named, self.members).fullmatch(module):
             ends = ((WEIGHT if glob.endswith(WEIGHT) else "", glob) for glob in self.tensors)
             stacks = (
                 f"{match['parent']}.{glob.removesuffix(end).rpartition('.')[2]}{end}"
@@ -137,6 +133,17 @@ class StackRule(NamedTuple):
             rule = rule._replace(is_transposed=fitting == [1])
         is_interleaved = rule.is_interleaved if rows is None else rows == "interleaved"
         return rule._replace(is_interleaved=is_interleaved and len(rule.members) > 1)
+
+
+@cache
+def _expression_of(named: str, members: tuple[str, ...]) -> re.Pattern[str]:
+    """Compile the expression for the modules of a StackRule."""
+    words = {"{parent}": r"(?P<parent>.+)", "{expert}": r"\d+"}
+    words["{member}"] = f"(?:{'|'.join(map(re.escape, members))})"
+    expression = re.escape(named).replace(r"\{", "{").replace(r"\}", "}")
+    for word, meaning in words.items():
+        expression = expression.replace(word, meaning)
+    return re.compile(expression)
 
 
 def unnamed_stack(

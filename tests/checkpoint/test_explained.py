@@ -2,14 +2,16 @@
 and every name that is changed, and every tensor that is taken away, is named.
 """
 
+import json
 import random
 import time
 
 import pytest
 import transformers
 from meta_models import default_model, model_of
+from transformers.models.auto import modeling_auto as auto
 
-from fp4convert.checkpoint.architectures import find_architecture
+from fp4convert.checkpoint.architectures import find_architecture, note_on_class
 from fp4convert.checkpoint.missing_parts import judge_names
 from fp4convert.recipes.recipe import model_recipe
 
@@ -248,6 +250,39 @@ def test_code_of_its_own_is_judged_only_where_all_fits():
     assert judged(names, own).kept
     other = judged([*names, "model.layers.0.memory.weight"], own)
     assert (other.kept, other.unexplained) == ({}, ())
+
+
+@pytest.mark.parametrize("classes", ["LlamaForCausalLM", 3, [], None, [5]])
+def test_architectures_that_name_no_class_are_said(classes):
+    names, config = whole("llama")
+    found = judged(names, {**config, "architectures": classes})
+    assert found.note.startswith(f"architectures in config.json is {json.dumps(classes)}, no class")
+
+
+@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen2ForSequenceClassification"])
+def test_a_class_of_another_model_type_is_said(name):
+    names, config = whole("llama")
+    note = judged(names, {**config, "architectures": [name]}).note
+    assert f"model_type is 'llama', and the class {name} of another family" in note
+    assert judged(names, {**config, "architectures": [name], "model_type": "mine"}).note == ""
+    assert judged(names, config).note == ""
+
+
+def test_every_class_that_transformers_has_for_a_model_type_is_of_it():
+    mappings = [getattr(auto, name) for name in dir(auto) if name.endswith("_MAPPING_NAMES")]
+    pairs = {
+        (model_type, name)
+        for mapping in mappings
+        for model_type, names in mapping.items()
+        for name in ((names,) if isinstance(names, str) else names)
+    }
+    sizes = dict.fromkeys("abcd", 64)
+    notes = {
+        pair: note_on_class({"model_type": pair[0], "architectures": [pair[1]], **sizes}, True)
+        for pair in pairs
+    }
+    assert len(pairs) > 2000
+    assert not [pair for pair, note in notes.items() if note]
 
 
 def test_a_class_of_no_table_is_said_to_be_one():

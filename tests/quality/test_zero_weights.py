@@ -74,6 +74,20 @@ def test_a_norm_of_zeros_is_named(zeros, tmp_path):
         assert told(command, out) == [("warning", zeros[0].removesuffix(".weight"), "1")]
 
 
+def test_a_negative_zero_is_a_zero(tmp_path):
+    source, out = write(tmp_path / "m"), tmp_path / "q"
+    norm: Tensor = ("BF16", (64,), b"\0\x80" * 64)
+    head: Tensor = ("BF16", (64, 128), b"\0\x80" * 64 * 128)
+    out_proj = dict.fromkeys((OUT, HEAD), head)
+    ones = {NEXT: ("BF16", (64,), ONES * 64), DOWN: weight(1, 64, 128)}
+    write_single(source, {**out_proj, **ones, NORM: norm}, LLAMA)
+    quantize(source, out)
+    assert told("inspect", out) == [
+        ("warning", OUT.removesuffix(".weight"), "1"),
+        ("warning", "model.norm", "1"),
+    ]
+
+
 def test_norms_that_are_added_to_one_start_from_zeros(tmp_path):
     """As in fresh models of Gemma."""
     out = tmp_path / "q"

@@ -5,7 +5,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fp4convert.errors import InputError
-from fp4convert.recipes.patterns import expand, integer_of, matches, matches_any, sift
+from fp4convert.recipes.patterns import (
+    expand,
+    integer_of,
+    matches,
+    matches_any,
+    pick_fitting,
+    sift,
+)
 from fp4convert.recipes.rules import Patterns
 
 
@@ -105,6 +112,8 @@ def test_modules_that_differ_in_numbers_alone_are_sifted_as_if_asked_one_by_one(
     ]
     assert sift(tuple(patterns), modules) == fitting
     assert [module for module in modules if matches_any(tuple(patterns), module)] == fitting
+    used = {pattern for pattern in patterns if any(matches(pattern, one) for one in modules)}
+    assert pick_fitting(patterns, modules) == used
 
 
 CONFIG = {
