@@ -10,7 +10,14 @@ from typing import NamedTuple
 
 from fp4convert.checkpoint.architectures import OWN_CODE, find_architecture, note_on_class
 from fp4convert.checkpoint.config_sizes import LEFT_OUT, find_odd_sizes
-from fp4convert.checkpoint.explained import WEIGHTLESS, Explained, Lost, Unexplained, explain
+from fp4convert.checkpoint.explained import (
+    WEIGHTLESS,
+    Explained,
+    Lost,
+    Unexplained,
+    explain,
+    find_beyond,
+)
 from fp4convert.errors import Finding, InputError
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import TEXT_CONFIGS, configs_in
@@ -106,6 +113,11 @@ def explain_by_class(
     if architecture is None or not names:
         return None
     explained = explain(names, architecture, recipe)
+    if beyond := tuple(find_beyond(names, architecture, recipe)):
+        kept = {name: f"unexplained: {reason}" for name, reason in beyond}
+        explained = Explained(
+            (*explained.unexplained, *beyond), explained.lost, {**explained.kept, **kept}
+        )
     is_other = OWN_CODE in config or is_draft_head({name.rpartition(".")[0] for name in names})
     if is_other and (explained.unexplained or explained.lost):
         return None
@@ -142,7 +154,7 @@ def _list_lost(
             stacks[stack][layer].add(part)
     lost = [*_missing_experts(mixtures, config, recipe)]
     if explained:
-        return [*_missing_at_end(stacks, config, recipe), *lost, *explained.lost]
+        return [*lost, *explained.lost]
     lost = [*_missing_layers(stacks, config), *_missing_at_end(stacks, config, recipe), *lost]
     lost += _missing_head(modules, config)
     if not any(UNEVEN_LAYERS in one for one in configs_in(config)) and not is_draft_head(modules):
