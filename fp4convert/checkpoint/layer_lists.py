@@ -142,12 +142,13 @@ def _length(expression: str, read: Callable[[str], object]) -> int | tuple[int, 
             total += int(number)
             continue
         value = read(name)
-        if function == "len(" and isinstance(value, list):
-            value = len(value)
-        elif isinstance(value, list) and all(type(one) is int and one >= 0 for one in value):
-            stages, value = (tuple(value), 0) if by_stage else (stages, sum(value))
-            if by_stage and not stages:
+        if isinstance(value, list) and (function or by_stage):
+            if function != "len(" and not all(type(one) is int and one >= 0 for one in value):
                 return None
+            if by_stage:
+                stages, value = tuple(value), 0 if value else None
+            else:
+                value = len(value) if function == "len(" else sum(value)
         if type(value) is not int or value < 0:
             return None
         total += value

@@ -203,38 +203,41 @@ def without(names, start):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "last"),
+    ("of", "last", "count"),
     [
-        ("llama", "model.layers.3"),
-        ("whisper", "model.encoder.layers.3"),
-        ("whisper", "model.decoder.layers.3"),
-        ("t5", "encoder.block.3"),
-        ("t5", "decoder.block.3"),
-        ("llava", "model.vision_tower.encoder.layers.3"),
-        ("llava", "model.language_model.layers.3"),
-        ("qwen2_5_vl", "model.visual.blocks.3"),
+        ("LlamaForCausalLM", "model.layers.3", 4),
+        ("WhisperForConditionalGeneration", "model.encoder.layers.3", 4),
+        ("WhisperForConditionalGeneration", "model.decoder.layers.3", 4),
+        ("BartForConditionalGeneration", "model.encoder.layers.3", 4),
+        ("T5ForConditionalGeneration", "encoder.block.3", 4),
+        ("T5ForConditionalGeneration", "decoder.block.5", 6),
+        ("LlavaForConditionalGeneration", "model.vision_tower.encoder.layers.3", 4),
+        ("LlavaForConditionalGeneration", "model.language_model.layers.3", 4),
+        ("Qwen2_5_VLForConditionalGeneration", "model.visual.blocks.3", 4),
     ],
 )
-def test_every_list_ends_where_config_json_says(model_type, last):
+def test_every_list_ends_where_config_json_says(of, last, count):
     """Of an encoder, a decoder and a tower, however long the others are."""
-    names, config = whole(model_type)
+    model = default_model(getattr(transformers, of))
+    names, config = list(model.state_dict()), {**model.config.to_dict(), "architectures": [of]}
+    assert unsound(names, config) == (set(), set())
     rest = without(names, f"{last}.")
     assert len(rest) < len(names)
     assert unsound(rest, config) == (set(), {last})
     (fault,) = judged(rest, config).faults
-    assert f"config.json has 4 layers, and {last[:-2]} ends after 3" in fault.detail
+    stack = last.rpartition(".")[0]
+    words = f"config.json has {count} layers, and {stack} ends after {count - 1}"
+    assert words in fault.detail
 
 
-def test_a_setting_that_is_null_is_what_another_one_says():
-    names, config = whole("t5")
-    rest = without(names, "decoder.block.3.")
-    for silent in ({**config, "num_decoder_layers": None}, without_key(config)):
-        assert unsound(names, silent) == (set(), set())
-        assert unsound(rest, silent) == (set(), {"decoder.block.3"})
-
-
-def without_key(config):
-    return {key: value for key, value in config.items() if key != "num_decoder_layers"}
+def test_a_setting_that_is_left_out_is_what_another_one_says():
+    names, config = whole("t5")  # 4 and 6 layers
+    rest = without(without(names, "decoder.block.4."), "decoder.block.5.")
+    for silent in ({**config, "num_decoder_layers": None}, dict(config)):
+        if silent["num_decoder_layers"]:
+            del silent["num_decoder_layers"]
+        assert unsound(rest, silent) == (set(), set())
+        assert unsound(without(rest, "decoder.block.3."), silent) == (set(), {"decoder.block.3"})
 
 
 @pytest.mark.parametrize(
@@ -263,7 +266,7 @@ def test_a_default_holds_where_config_json_has_no_other_count():
 
 def test_a_config_of_an_older_version_has_the_counts_at_its_top():
     names, config = whole("qwen2_5_vl")
-    old = {**config, **config["text_config"], "model_type": config["model_type"]}
+    old = {**config["text_config"], **config}
     del old["text_config"]
     assert unsound(names, old) == (set(), set())
     rest = without(names, "model.language_model.layers.3.")
