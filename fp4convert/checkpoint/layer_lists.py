@@ -18,7 +18,7 @@ _TERM = re.compile(r"([+-]?\d+)(?=[+-]|$)|\+?(len\(|sum\(|)([a-zA-Z_][\w.]*)(?:\
 
 
 class End(NamedTuple):
-    """A layer at one end of a list, which alone has parts, or alone lacks them.
+    """The first or last layer of a list: it alone has parts, or lacks them.
 
     place  0 for the first one, -1 for the last one
     inner  numbers of lists inside the layer, whose child has the parts
