@@ -18,6 +18,7 @@ from importlib.resources import files
 from itertools import accumulate, combinations
 from typing import Any, NamedTuple
 
+from fp4convert.checkpoint.layer_lists import MISSING, Lists, read_lists, value_at
 from fp4convert.checkpoint.name_mapping import Renamed, Renaming, rename, settle
 
 TRANSFORMERS, DIFFUSERS = "transformers", "diffusers"
@@ -35,7 +36,6 @@ MOST_NUMBERS = 6  # in a name that is looked up
 MOST_DIGITS = 9
 MOST_DEPTH = 8  # of configs inside configs
 MOST_LETTERS = 100  # of a class's name in a message
-MISSING = object()
 POOLER = "pooler."  # of a model that another may build without
 MARK = 1000  # times n stands for the n-th number of a name while it is renamed
 OTHER_SIZE = "another size"  # a condition of the table: sizes that differ, or are the same
@@ -98,6 +98,7 @@ class Architecture:
     absent    expressions for names that checkpoints may lack
     extra     expressions for names that checkpoints may have beside those of the class
     optional  prefixes and parts that some models have under these settings
+    lists     by prefix: how many layers config.json has there, and of which kinds
     """
 
     name: str
@@ -109,6 +110,7 @@ class Architecture:
     absent: tuple[re.Pattern[str], ...] = ()
     extra: tuple[re.Pattern[str], ...] = ()
     optional: frozenset[tuple[str, str]] = frozenset()
+    lists: Lists = field(default_factory=dict)
     _heads: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
     _known: dict[tuple[str, str], tuple[_Known, ...]] = field(default_factory=dict, init=False)
 
@@ -200,9 +202,11 @@ class Architecture:
             prefix: tuple(frozenset(parts[prefix].keys() & kind) for kind in self.kinds[prefix])
             for prefix in parts
         }
+        lists = {prefix: one for prefix, one in self.lists.items() if prefix in parts}
         if other is None:
             free = re.compile(rf"(?:^|\.){re.escape(start)}")
-            return replace(self, parts=parts, kinds=kinds, extra=(*self.extra, free))
+            extra = (*self.extra, free)
+            return replace(self, parts=parts, kinds=kinds, lists=lists, extra=extra)
         for prefix, own in other.parts.items():
             if prefix:
                 parts[start + prefix], kinds[start + prefix] = dict(own), other.kinds[prefix]
@@ -221,6 +225,7 @@ class Architecture:
             absent=(*self.absent, *other.absent),
             extra=(*self.extra, *other.extra),
             optional=self.optional | other.everything_at(place),
+            lists=lists | {start + prefix: one for prefix, one in other.lists.items()},
         )
 
     @cached_property
@@ -385,6 +390,9 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
     row, words = table["classes"][name], [part.split(" ", 1) for part in table["parts"]]
     parts: dict[str, dict[str, str]] = {}
 
+    def block(number: int) -> frozenset[str]:
+        return frozenset(words[at][1] for at in accumulate(table["blocks"][number]))
+
     def read(layout: Mapping[str, list[int]]) -> dict[str, Kinds]:
         found = {}
         for prefix, blocks in layout.items():
@@ -420,9 +428,10 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
         _compiled((*row.get("absent", ()), *map(re.escape, row.get("skip", ())))),
         _compiled(row.get("unexpected", ())),
         optional,
+        read_lists(row, block, config),
     )
     for place, (key, model_type, mapping) in row.get("inner", {}).items():
-        inner = _at(config, key)
+        inner = value_at(config, key)
         if not isinstance(inner, Mapping) or (other := inner.get("model_type")) is None:
             continue
         chosen = _read_class(package, index[mapping].get(str(other), ""), inner)
@@ -448,18 +457,10 @@ def _ties(config: Mapping[str, object], default: bool) -> bool:
 
 def _holds(config: Mapping[str, object], path: str, wanted: object) -> bool:
     """Return whether config.json has a setting: a word, or any or no value."""
-    value = _at(config, path)
+    value = value_at(config, path)
     if value is MISSING:
         return False
     return bool(value) is wanted if isinstance(wanted, bool) else value == wanted
-
-
-def _at(config: Mapping[str, object], path: str) -> object:
-    """Return a value inside a config.json; MISSING where it has none."""
-    value: object = config
-    for key in path.split("."):
-        value = value.get(key, MISSING) if isinstance(value, Mapping) else MISSING
-    return value
 
 
 def _combined(usual: Kinds, changed: list[Kinds]) -> Kinds:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from fp4convert.checkpoint.architectures import LINEAR, TYPES, Architecture, Place
 from fp4convert.checkpoint.encodings.base import CACHE_SCALES
+from fp4convert.checkpoint.layer_lists import NO_LIST, count_before, count_of, required_parts
 from fp4convert.recipes.patterns import sift
 from fp4convert.recipes.recipe import PREDICTION, Recipe
 from fp4convert.recipes.rules import StackRule
@@ -149,7 +150,9 @@ def _misfit(
     name: str, place: Place, kind: str, architecture: Architecture, ranks: Mapping[str, int]
 ) -> str:
     """Say why a tensor is not the parameter of its name; "" if it is."""
-    rank = ranks.get(name)
+    rank, count = ranks.get(name), count_before(architecture.lists, place.prefix, place.child)
+    if count is not None and not _fits(architecture.extra, name):
+        return f"config.json has {count} layers"
     if not architecture.has(place):
         return f"{architecture.name} has it under other settings than those in config.json"
     if rank is not None and kind[1:] not in ("", str(rank)) and not place.origin.is_part:
@@ -215,14 +218,20 @@ def _find_lost(
             for child, parts in found.get(prefix, {}).items()
             if (prefix, child) not in drafts
         }
+        wrong = dict(_find_other_kinds(prefix, children, architecture))
+        yield from wrong.values()
         for child, parts in children.items():
-            for part in _lacks(frozenset(parts), kinds, prefix, found, architecture):
-                lacking[part].append(child)
+            required = required_parts(architecture.lists, prefix, child)
+            fitting = [kind for kind in kinds if required <= kind] or kinds
+            if child not in wrong:
+                for part in _lacks(frozenset(parts), fitting, prefix, found, architecture):
+                    lacking[part].append(child)
         if not prefix:
             yield from _outside(lacking, found, architecture.name)
             continue
         if frozenset() not in kinds:  # every child has parameters
             yield from _find_gaps(prefix, children, architecture.name)
+            yield from _find_short(prefix, children, architecture)
         for part, without in lacking.items():
             names = [Place(prefix, part, child).name.removesuffix(WEIGHT) for child in without]
             if len(without) == len(children) > 1:
@@ -246,6 +255,34 @@ def _find_gaps(prefix: str, children: Iterable[tuple[int, ...]], owner: str) -> 
             more = ", ..." if len(missing) > MOST_GAPS else ""
             stack = name.rpartition(".")[0]
             yield Lost(name, f"{stack} lacks {shown}{more}, and {owner} has no gaps there")
+
+
+def _find_short(
+    prefix: str, children: Iterable[tuple[int, ...]], architecture: Architecture
+) -> Iterator[Lost]:
+    """Find lists that end before the count in config.json."""
+    last: dict[tuple[int, ...], int] = {}
+    for *outer, number in children:
+        last[tuple(outer)] = max(number, last.get(tuple(outer), 0))
+    for place, number in last.items():
+        count = count_of(architecture.lists, prefix, place)
+        if count is not None and number + 1 < count:
+            name = Place(prefix, "", (*place, number + 1)).name.removesuffix(".")
+            stack = name.rpartition(".")[0]
+            detail = f"config.json has {count} layers, and {stack} ends after {number + 1}"
+            yield Lost(name, detail)
+
+
+def _find_other_kinds(
+    prefix: str, children: Mapping[tuple[int, ...], Set[str]], architecture: Architecture
+) -> Iterator[tuple[tuple[int, ...], Lost]]:
+    """Find layers whose parts are those of another kind than config.json says."""
+    layers = architecture.lists.get(prefix, NO_LIST)
+    for child, parts in children.items() if layers.words else ():
+        if word := layers.word_against(child[-1], frozenset(parts)):
+            name = Place(prefix, "", child).name.removesuffix(".")
+            detail = f"{layers.setting} in config.json calls it {word}, and its parts are others"
+            yield child, Lost(name, detail)
 
 
 def _lacks(

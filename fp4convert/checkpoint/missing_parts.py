@@ -147,7 +147,7 @@ def _list_lost(
             stacks[stack][layer].add(part)
     lost = [*_missing_experts(mixtures, config, recipe)]
     if explained:
-        return [*_missing_at_end(stacks, config, recipe), *lost, *explained.lost]
+        return [*lost, *explained.lost]
     lost = [*_missing_layers(stacks, config), *_missing_at_end(stacks, config, recipe), *lost]
     lost += _missing_head(modules, config)
     if not any(UNEVEN_LAYERS in one for one in configs_in(config)) and not is_draft_head(modules):

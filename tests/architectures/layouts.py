@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 Layout = dict[str, list[list[str]]]
 """Prefix -> kinds of part sets, all sorted; JSON keeps it as it is."""
+Children = dict[str, tuple[str, frozenset[str]]]
+"""Name of a list's child, with a dot behind it -> its prefix and its parts; "" is the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ def pattern_of(parameter: Parameter) -> str:
     )
 
 
-def layout_of(parameters: Iterable[Parameter]) -> Layout:
+def children_of(parameters: Iterable[Parameter]) -> Children:
     """Return the part sets of every list's children; a list inside a child is a part of its."""
     sets: dict[str, set[str]] = defaultdict(set)
     patterns = {"": ""}
@@ -43,11 +45,16 @@ def layout_of(parameters: Iterable[Parameter]) -> Layout:
             else:
                 rest += "."
         sets[child].add(f"{parameter.kind} {rest[:-1]}")
+    return {child: (patterns[child], frozenset(parts)) for child, parts in sets.items()}
+
+
+def layout_of(children: Children) -> Layout:
+    """Return the part sets that the children of each list have."""
     kinds: dict[str, set[tuple[str, ...]]] = defaultdict(set)
-    for child, parts in sets.items():
-        kinds[patterns[child]].add(tuple(sorted(parts)))
-    for child in _lists_with_gaps(patterns):
-        kinds[patterns[child]].add(())  # of a function, which has no parameters
+    for pattern, parts in children.values():
+        kinds[pattern].add(tuple(sorted(parts)))
+    for child in _lists_with_gaps(children):
+        kinds[children[child][0]].add(())  # of a function, which has no parameters
     return _sorted(kinds)
 
 

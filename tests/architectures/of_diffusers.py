@@ -15,7 +15,8 @@ import torch
 from conditions import Conditions, conditions_of
 from diffusers import ModelMixin, models
 from flips import Settings, described, ways_of
-from layouts import Layout, layout_of
+from layouts import Layout, children_of, layout_of
+from lists import Record, probe, said_by
 from pool import limited
 from settings import SETTINGS
 from torch_names import Roles, parameters_of, side_of
@@ -61,13 +62,15 @@ def _row(made_by: type) -> dict[str, Any]:
     known = SETTINGS["diffusers"].get(made_by.__name__, {})
     base = {key: value for key, value in known.items() if key != "variants"}
     arguments = _arguments(made_by, base)
-    tried = 0
+    record, tried = Record(), 0
 
     def build(settings: Settings) -> Layout:
         nonlocal tried
         tried += 1
         roles = _roles({**arguments, **settings})
-        return layout_of(parameters_of(_model(made_by, settings), roles))
+        children = children_of(parameters_of(_model(made_by, settings), roles))
+        record.add(said_by(SimpleNamespace(**{**arguments, **settings})), children)
+        return layout_of(children)
 
     short = _short(build, arguments, base)
     conditions = _conditions(made_by)
@@ -76,6 +79,9 @@ def _row(made_by: type) -> dict[str, Any]:
     flips = (ways_of(*each) for each in configs.flips_of(node, types, conditions))
     variants = [{**short, **each} for each in known.get("variants", ())]
     layout, changes = described(build, short, variants, flips)
+    probe(record, node, lambda other: build({**short, **other}))
+    counts = record.counts()
+    named = " ".join(counts.values())
     unexpected = getattr(made_by, "_keys_to_ignore_on_load_unexpected", None)
     return {
         "type": "",
@@ -84,6 +90,10 @@ def _row(made_by: type) -> dict[str, Any]:
         "ties": False,
         "layout": layout,
         "flips": changes,
+        "counts": counts,
+        "defaults": {key: [value] for key, value in arguments.items() if key in named},
+        "ends": record.ends(counts),
+        "words": {},
         "renamings": [],
         "skip": [],
         "absent": [],

@@ -15,7 +15,7 @@ import mlx.core as mx
 import transformers
 from conditions import conditions_of
 from flips import Settings, described, ways_of
-from layouts import Layout, Parameter, layout_of
+from layouts import Layout, Parameter, children_of, layout_of
 from mlx import nn
 from mlx_lm import models
 from pool import limited
@@ -73,7 +73,7 @@ def _row(name: str, config: Settings) -> dict[str, Any]:
             for key, value in settings.items()
             if "expert" in key and type(value) is int and value > 1
         }
-        return layout_of(_parameters(model, "", (), (), experts))
+        return layout_of(children_of(_parameters(model, "", (), (), experts)))
 
     node = SimpleNamespace(
         **{

@@ -16,7 +16,8 @@ import torch
 import transformers
 from conditions import Conditions, conditions_of
 from flips import Flip, Settings, described
-from layouts import Layout, difference, layout_of, pattern_of
+from layouts import Layout, children_of, difference, layout_of, pattern_of
+from lists import Record, defaults, probe, said_by
 from pool import limited
 from renamings import free_models, inner_models, renamings_of
 from settings import SETTINGS
@@ -185,6 +186,8 @@ def _row(config_class: type, made_by: type, short: Settings) -> dict[str, Any] |
         builder.layout, short, variants, _flips(config_class, config, short)
     )
     changes += _by_sizes(builder, layout, short, config_class.model_type)
+    probe(builder.record, config, lambda other: builder.layout(_changed(short, config, other)))
+    counts = builder.record.counts()
     return {
         "type": config_class.model_type,
         "base": made_by.base_model_prefix,
@@ -192,6 +195,10 @@ def _row(config_class: type, made_by: type, short: Settings) -> dict[str, Any] |
         "ties": _ties(config),
         "layout": layout,
         "flips": changes,
+        "counts": counts,
+        "defaults": defaults(config, counts.values()),
+        "ends": builder.record.ends(counts),
+        "words": builder.record.words(),
         "renamings": builder.renamings,
         "inner": free,
         "skip": _strings(made_by._keys_to_ignore_on_save),
@@ -199,6 +206,12 @@ def _row(config_class: type, made_by: type, short: Settings) -> dict[str, Any] |
         "unexpected": _strings(made_by._keys_to_ignore_on_load_unexpected),
         "tried": builder.tried,
     }
+
+
+def _changed(settings: Settings, config: Any, changes: Mapping[str, Any]) -> Settings:
+    for path, value in changes.items():
+        settings = configs.set_at(settings, config, path, value)
+    return settings
 
 
 def _by_sizes(
@@ -247,6 +260,7 @@ class _Builder:
     def __init__(self, config_class: type, made_by: type) -> None:
         self.config_class, self.made_by = config_class, made_by
         self.renamings: list[list[Any]] = []
+        self.record = Record()
         self.tried = 0
         self._sides: dict[str, str] | None = None
         self._settings: Settings = {}
@@ -276,7 +290,9 @@ class _Builder:
             new = (each for each in renamings_of(model) if each not in self.renamings)
             self.renamings.extend(new)
         self._settings = settings
-        return layout_of(parameters_of(model, self._roles(model, model.config)))
+        children = children_of(parameters_of(model, self._roles(model, model.config)))
+        self.record.add(said_by(model.config), children)
+        return layout_of(children)
 
     def _roles(self, model: Any, config: Any) -> Roles:
         hidden = frozenset(_sizes(config, HIDDEN))

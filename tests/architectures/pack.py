@@ -13,7 +13,7 @@ from layouts import Layout
 
 Row = Mapping[str, Any]
 GROUP = 32  # families that are compressed together
-KEPT = ("inner", "skip", "absent", "unexpected")
+KEPT = ("counts", "defaults", "inner", "skip", "absent", "unexpected")
 
 
 class Numbers(dict[str, int]):
@@ -44,12 +44,12 @@ def line_of(family: str, rows: Iterable[Row]) -> str:
     number = {part: place for place, part in enumerate(parts)}
     blocks, renamings = Numbers(), Numbers()
 
+    def block_of(kind: Iterable[str]) -> int:
+        return blocks.of(_gaps(sorted(number[part] for part in kind)))
+
     def packed(layout: Layout) -> dict[str, list[int]]:
         return {
-            prefix: sorted(
-                blocks.of(_gaps(sorted(number[part] for part in kind))) for kind in kinds
-            )
-            for prefix, kinds in layout.items()
+            prefix: sorted(block_of(kind) for kind in kinds) for prefix, kinds in layout.items()
         }
 
     classes = {}
@@ -59,6 +59,17 @@ def line_of(family: str, rows: Iterable[Row]) -> str:
         one["flips"] = [
             [path, condition, packed(change)] for path, condition, change in row["flips"]
         ]
+        one["ends"] = {
+            prefix: [[place, has, block_of(parts), *inner] for place, has, parts, *inner in ends]
+            for prefix, ends in row.get("ends", {}).items()
+        }
+        one["words"] = {
+            path: {
+                prefix: {word: block_of(parts) for word, parts in own.items()}
+                for prefix, own in lists.items()
+            }
+            for path, lists in row.get("words", {}).items()
+        }
         one["renamings"] = [renamings.of(each) for each in row["renamings"]]
         one |= {key: row[key] for key in KEPT if key in row}
         classes[row["class"]] = {

@@ -37,7 +37,7 @@ OTHERS = (
     "Wav2Vec2ForCTC",
     "WhisperForConditionalGeneration",
 )
-KEPT = ("type", "base", "tied", "ties", "skip", "absent", "unexpected")
+KEPT = ("type", "base", "tied", "ties", "counts", "defaults", "skip", "absent", "unexpected")
 
 
 @cache
@@ -66,6 +66,17 @@ def written(name: str) -> dict[str, Any]:
     return {key: row[key] for key in KEPT if key in row} | {
         "layout": named(row["layout"]),
         "flips": [[path, value, named(change)] for path, value, change in row.get("flips", ())],
+        "ends": {
+            prefix: [[place, has, blocks[parts], *inner] for place, has, parts, *inner in ends]
+            for prefix, ends in row.get("ends", {}).items()
+        },
+        "words": {
+            path: {
+                prefix: {word: blocks[parts] for word, parts in telling.items()}
+                for prefix, telling in lists.items()
+            }
+            for path, lists in row.get("words", {}).items()
+        },
         "renamings": [line["renamings"][number] for number in row.get("renamings", ())],
     }
 
@@ -83,7 +94,7 @@ def built(name: str) -> dict[str, Any]:
     (row,) = rows((made_by.config_class, [made_by]))
     assert "error" not in row, row
     kept = {key: row[key] for key in KEPT if row[key] not in ([], {}, "")}
-    return kept | {key: row[key] for key in ("layout", "flips", "renamings")}
+    return kept | {key: row[key] for key in ("layout", "flips", "ends", "words", "renamings")}
 
 
 @pytest.fixture
@@ -131,6 +142,17 @@ def test_known_facts() -> None:
     qwen = written("Qwen3MoeForCausalLM")["layout"]["model.layers.#."]
     assert any("X3 mlp.experts.gate_up_proj" in kind for kind in qwen)
     assert any("L2 mlp.gate_proj.weight" in kind for kind in qwen)  # mlp_only_layers
+    t5 = written("T5ForConditionalGeneration")
+    assert t5["counts"] == {
+        "encoder.block.#.": "num_layers",
+        "decoder.block.#.": "num_decoder_layers",
+    }
+    assert t5["defaults"]["num_decoder_layers"] == ["num_layers"]
+    bias = "E2 SelfAttention.relative_attention_bias.weight"
+    assert t5["ends"]["encoder.block.#.layer.#."] == [[0, True, [bias], 0]]
+    kinds = written("Qwen3NextForCausalLM")["words"]["layer_types"]["model.layers.#."]
+    assert kinds.keys() == {"full_attention", "linear_attention"}
+    assert "L2 self_attn.q_proj.weight" in kinds["full_attention"]
     gpt2 = written("GPT2LMHeadModel")
     assert gpt2["tied"] == {"lm_head.weight": "transformer.wte.weight"}
     assert "T2 attn.c_attn.weight" in gpt2["layout"]["transformer.h.#."][0]
