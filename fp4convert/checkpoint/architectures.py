@@ -9,9 +9,11 @@ is written.
 from __future__ import annotations
 
 import json
+import operator
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib.resources import files
@@ -36,6 +38,11 @@ MOST_DIGITS = 9
 MOST_DEPTH = 8  # of configs inside configs
 MOST_LETTERS = 100  # of a class's name in a message
 MISSING = object()
+RELATIONS: Mapping[str, Callable[[Any, Any], bool]] = {
+    **{"==": operator.eq, "!=": operator.ne, ">": operator.gt},
+    **{"<=": operator.le, "<": operator.lt, ">=": operator.ge},
+}
+_NUMERIC = re.compile(r"-?[\d.]+(?:e-?\d+)?")
 POOLER = "pooler."  # of a model that another may build without
 MARK = 1000  # times n stands for the n-th number of a name while it is renamed
 OWN_CODE = "auto_map"  # in config.json: classes of Python code beside the weights
@@ -75,7 +82,7 @@ class Architecture:
     parts   by prefix: the part -> its letter in TYPES, over all settings
     kinds   by prefix: the sets of parts that children have under the settings of config.json
     base    the module that holds the model without its head; names may lack it
-    tied    parameter -> the one that it may share
+    tied    parameter -> the one that it may share; itself, where layers share one
     absent  expressions for names that checkpoints may lack
     extra   expressions for names that checkpoints may have beside those of the class
     """
@@ -175,6 +182,7 @@ class Architecture:
             parts=parts,
             kinds=kinds,
             renamings=(*self.renamings, *(one.within(place) for one in other.renamings)),
+            tied={**self.tied, **{start + a: start + b for a, b in other.tied.items()}},
             absent=(*self.absent, *other.absent),
             extra=(*self.extra, *other.extra),
         )
@@ -315,19 +323,14 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
 
     usual = read(row.get("layout", {}))
     flips = [(path, wanted, read(changed)) for path, wanted, changed in row.get("flips", ())]
-    active = [changed for path, wanted, changed in flips if _holds(config, path, wanted)]
+    changes = _changes(config, flips)
     made = Architecture(
         name,
         parts,
-        {
-            prefix: _combined(
-                usual.get(prefix, ()), [one[prefix] for one in active if prefix in one]
-            )
-            for prefix in parts
-        },
+        {prefix: combine(usual.get(prefix, ()), changes.get(prefix, ())) for prefix in parts},
         tuple(map(Renaming.parse, (table["renamings"][at] for at in row.get("renamings", ())))),
         row.get("base", ""),
-        row.get("tied", {}) if _ties(config, row.get("ties", False)) else {},
+        _tied_names(config, row),
         _compiled((*row.get("absent", ()), *map(re.escape, row.get("skip", ())))),
         _compiled(row.get("unexpected", ())),
     )
@@ -343,8 +346,46 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
     return made
 
 
+def _changes(
+    config: Mapping[str, object], flips: Iterable[tuple[Any, Any, Mapping[str, Kinds]]]
+) -> dict[str, list[Kinds]]:
+    """Return by prefix the kinds under each setting that a config has.
+
+    Two settings together may have kinds of their own, which stand for those of each.
+    """
+    singles, pairs = (
+        list[tuple[str, Mapping[str, Kinds]]](),
+        list[tuple[list[str], Mapping[str, Kinds]]](),
+    )
+    for path, wanted, changed in flips:
+        if isinstance(path, str):
+            if _holds(config, path, wanted):
+                singles.append((path, changed))
+        elif all(_holds(config, *each) for each in zip(path, wanted, strict=True)):
+            pairs.append((path, changed))
+    changes: dict[str, list[Kinds]] = defaultdict(list)
+    for path, changed in singles:
+        for prefix, kinds in changed.items():
+            if not any(path in paths and prefix in other for paths, other in pairs):
+                changes[prefix].append(kinds)
+    for _, changed in pairs:
+        for prefix, kinds in changed.items():
+            changes[prefix].append(kinds)
+    return changes
+
+
 def _compiled(expressions: Iterable[str]) -> tuple[re.Pattern[str], ...]:
     return tuple(map(re.compile, expressions))
+
+
+def _tied_names(config: Mapping[str, object], row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names that a class ties under its config and under those inside it."""
+    tied = dict(row.get("tied", {})) if _ties(config, row.get("ties", False)) else {}
+    for path, (default, pairs) in row.get("tied_inside", {}).items():
+        said = _at(config, f"{path}.tie_word_embeddings")
+        if said if isinstance(said, bool) else default:
+            tied |= pairs
+    return tied
 
 
 def _ties(config: Mapping[str, object], default: bool) -> bool:
@@ -357,11 +398,18 @@ def _ties(config: Mapping[str, object], default: bool) -> bool:
 
 
 def _holds(config: Mapping[str, object], path: str, wanted: object) -> bool:
-    """Return whether config.json has a setting: a word, or any or no value."""
+    """Return whether config.json has a setting: a word, any or no value, or as compared."""
     value = _at(config, path)
     if value is MISSING:
         return False
-    return bool(value) is wanted if isinstance(wanted, bool) else value == wanted
+    if isinstance(wanted, bool):
+        return bool(value) is wanted
+    relation, _, right = str(wanted).partition(" ")
+    if relation in RELATIONS:
+        bound = float(right) if _NUMERIC.fullmatch(right) else _at(config, right)
+        both_are_numbers = isinstance(value, int | float) and isinstance(bound, int | float)
+        return both_are_numbers and RELATIONS[relation](value, bound)
+    return value == wanted or (isinstance(value, list) and wanted in value)
 
 
 def _at(config: Mapping[str, object], path: str) -> object:
@@ -372,7 +420,7 @@ def _at(config: Mapping[str, object], path: str) -> object:
     return value
 
 
-def _combined(usual: Kinds, changed: list[Kinds]) -> Kinds:
+def combine(usual: Kinds, changed: Iterable[Kinds]) -> Kinds:
     """Return the kinds of children under several settings.
 
     A setting adds and removes the same parts, whatever other settings do. One that leaves kinds

@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +110,16 @@ def rows(job: tuple[type, list[type]]) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(1)
     base = SETTINGS["transformers"].get(config_class.model_type, {})
     shared: Settings | None = None
+    vain: set[str] = set()
     for made_by in classes:
         head = {"class": made_by.__name__, "family": _family(made_by)}
         try:
             own = SETTINGS["transformers"].get(made_by.__name__)
-            if own is None and shared is not None and (row := _tried_row(made_by, shared)):
+            if own is None and shared is not None and (row := _tried_row(made_by, shared, vain)):
                 yield {**head, **row}
                 continue
             short = _short(config_class, made_by, own or base)
-            row = _row(config_class, made_by, short)
+            row = _row(config_class, made_by, short, vain)
             shared = shared or (None if own else short)
         except Exception as error:  # of many kinds
             yield {**head, "error": f"{type(error).__name__}: {error}"[:300]}
@@ -126,9 +128,9 @@ def rows(job: tuple[type, list[type]]) -> Iterator[dict[str, Any]]:
             yield {**head, **row}
 
 
-def _tried_row(made_by: Any, short: Settings) -> dict[str, Any] | None:
+def _tried_row(made_by: Any, short: Settings, vain: set[str]) -> dict[str, Any] | None:
     try:
-        return _row(made_by.config_class, made_by, short)
+        return _row(made_by.config_class, made_by, short, vain)
     except Exception:  # it needs what another class does without
         return None
 
@@ -174,22 +176,27 @@ def _repaired(config_class: type, base: Settings) -> Iterator[Settings]:
     yield from configs.variants(config_class, filled, Conditions(), _kinds(config))
 
 
-def _row(config_class: type, made_by: type, short: Settings) -> dict[str, Any] | None:
+def _row(
+    config_class: type, made_by: type, short: Settings, vain: set[str]
+) -> dict[str, Any] | None:
     builder = _Builder(config_class, made_by)
     model = builder.model(short)
     if not model.state_dict():
         return None
-    tied, config, free = _tied(model), model.config, free_models(model)
-    variants = configs.variants(config_class, short, _conditions(config), _kinds(config))
+    config, free = model.config, free_models(model)
+    variants = list(configs.variants(config_class, short, _conditions(config), _kinds(config)))
     layout, changes = described(
-        builder.layout, short, variants, _flips(config_class, config, short)
+        builder.layout, short, variants, _flips(config_class, config, short), vain
     )
     changes += _by_sizes(builder, layout, short, config_class.model_type)
+    tied = _tied(_with_other_ties(builder, model, variants))
+    ties, pairs = tied.pop("", [_ties(config), {}])
     return {
         "type": config_class.model_type,
         "base": made_by.base_model_prefix,
-        "tied": tied,
-        "ties": _ties(config),
+        "tied": pairs,
+        "ties": ties,
+        "tied_inside": tied,
         "layout": layout,
         "flips": changes,
         "renamings": builder.renamings,
@@ -347,21 +354,50 @@ def _outside(model: Any) -> str | None:
     return f"{prefix}." if isinstance(inner, torch.nn.Module) else None
 
 
-def _tied(model: Any) -> dict[str, str]:
-    """Return the names that share values wherever the config ties any."""
-    nodes = [node for _, node in configs.tree(model.config)]
-    before = [vars(node).get("tie_word_embeddings") for node in nodes]
-    for node in nodes:
-        node.tie_word_embeddings = True
+def _with_other_ties(builder: _Builder, model: Any, variants: Iterable[Settings]) -> Iterator[Any]:
+    """Yield a model, and those of variants where its ties depend on its settings."""
+    yield model
+    if any("_tied_weights_keys" in vars(module) for module in model.modules()):
+        for variant in variants:
+            with suppress(Exception):  # settings that make no model
+                yield builder.model(variant)
+
+
+def _tied(made: Iterable[Any]) -> dict[str, list[Any]]:
+    """Return the ties of each config: whether it ties by default, and the names that share values.
+
+    A name that shares values with its like in other layers has itself.
+    """
+    tied: dict[str, list[Any]] = {}
+    for model in made:
+        paths = {id(node): path for path, node in reversed(list(configs.tree(model.config)))}
+        names = {name: pattern_of(each) for name, each in named_parameters(model).items()}
+        for place, module in model.named_modules(remove_duplicate=False):
+            if not isinstance(module, PreTrainedModel):
+                continue
+            path = paths.get(id(module.config), "")  # "" is of a copy, too
+            _, pairs = tied.setdefault(path, [_ties(module.config), {}])
+            for both in _pairs(module).items():
+                left, right = (f"{place}.{name}".lstrip(".") for name in both)
+                one, other = names.get(left, left), names.get(right, right)
+                if left != right and (one != other or one not in pairs):
+                    pairs[one] = other
+    return {
+        path: [ties, dict(sorted(pairs.items()))] for path, (ties, pairs) in tied.items() if pairs
+    }
+
+
+def _pairs(module: Any) -> dict[str, str]:
+    """Return the names that share values where the module's config ties any."""
+    said = vars(module.config)
+    before = said.get("tie_word_embeddings")
+    module.config.tie_word_embeddings = True
     try:
-        tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+        return module.get_expanded_tied_weights_keys()
     except Exception:  # names that these few layers do not have
-        tied = dict(model._tied_weights_keys or {})
-    for node, value in zip(nodes, before, strict=True):
-        node.tie_word_embeddings = value
-    names = {name: pattern_of(each) for name, each in named_parameters(model).items()}
-    pairs = {names.get(left, left): names.get(right, right) for left, right in tied.items()}
-    return {left: right for left, right in sorted(pairs.items()) if left != right}
+        return dict(module._tied_weights_keys or {})
+    finally:
+        module.config.tie_word_embeddings = before
 
 
 def _ties(config: Any) -> bool:
@@ -378,12 +414,15 @@ def _strings(patterns: Iterable[str] | None) -> list[str]:
 
 def _conditions(config: Any) -> Conditions:
     """Return what the modeling files of a config, and of those inside it, ask."""
-    files: set[Path] = set()
+    files, lists = set[Path](), set[Path]()
     for _, node in configs.tree(config):
         if type(node).__module__.startswith("transformers.models."):
             folder = Path(inspect.getfile(type(node))).parent
             files |= {*folder.glob("modeling_*.py")}
-    return conditions_of(sorted(files))
+            lists |= {*folder.glob("configuration_*.py")}
+    conditions = conditions_of(sorted(files))
+    per_layer = conditions.per_layer | conditions_of(sorted(lists)).per_layer
+    return replace(conditions, per_layer=per_layer)
 
 
 def _kinds(config: Any) -> list[str]:

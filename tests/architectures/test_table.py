@@ -37,7 +37,7 @@ OTHERS = (
     "Wav2Vec2ForCTC",
     "WhisperForConditionalGeneration",
 )
-KEPT = ("type", "base", "tied", "ties", "skip", "absent", "unexpected")
+KEPT = ("type", "base", "tied", "ties", "tied_inside", "skip", "absent", "unexpected")
 
 
 @cache
