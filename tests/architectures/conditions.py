@@ -34,6 +34,7 @@ class Conditions:
     """Names of settings by how code asks for them."""
 
     mentioned: set[str] = field(default_factory=set)
+    read: set[str] = field(default_factory=set)  # as attributes
     tested: set[str] = field(default_factory=set)
     per_layer: set[str] = field(default_factory=set)  # compared with the number of a layer
     words: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -54,6 +55,7 @@ def conditions_of(files: Iterable[Path]) -> Conditions:
     for file in files:
         one = _conditions_of(file)
         whole.mentioned |= one.mentioned
+        whole.read |= one.read
         whole.tested |= one.tested
         whole.per_layer |= one.per_layer
         for name, words in one.words.items():
@@ -78,17 +80,8 @@ def _conditions_of(file: Path) -> Conditions:
     aliases = _aliases(tree)
     for node in _nodes(tree):
         conditions.mentioned |= _names(node, deep=False)
+        _add_defaults(node, conditions)
         match node:
-            case ast.Call(
-                func=ast.Name(id="getattr"),
-                args=[_, ast.Constant(value=str(name)), ast.Constant(value=value)],
-            ):
-                conditions.defaults[name] = value
-            case ast.Call(
-                func=ast.Name(id="getattr"),
-                args=[_, ast.Constant(value=str(name)), ast.Attribute(attr=other)],
-            ):
-                conditions.other_defaults[name] = other
             case ast.If() | ast.IfExp() | ast.comprehension():
                 tests = node.ifs if isinstance(node, ast.comprehension) else [node.test]
                 conditions.tested |= {name for test in tests for name in _names(test)}
@@ -109,6 +102,18 @@ def _conditions_of(file: Path) -> Conditions:
                     conditions.words[name] |= tables[table]
     conditions.tested |= {other for name in conditions.tested for other in aliases.get(name, ())}
     return conditions
+
+
+def _add_defaults(node: ast.AST, conditions: Conditions) -> None:
+    """Note a setting that is read, and what getattr gives where a config lacks it."""
+    match node:
+        case ast.Attribute(attr=name):
+            conditions.read.add(name)
+        case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), other]):
+            if isinstance(other, ast.Constant):
+                conditions.defaults[name] = other.value
+            elif isinstance(other, ast.Attribute):
+                conditions.other_defaults[name] = other.attr
 
 
 def _aliases(tree: ast.AST) -> dict[str, set[str]]:

@@ -187,6 +187,7 @@ MEETS: Mapping[str, Callable[[Any, Any], bool]] = {
     **{"==": operator.eq, "!=": operator.ne, ">": operator.gt},
     **{"<=": operator.le, "<": operator.lt, ">=": operator.ge},
 }
+MIRROR = {"==": "==", "!=": "!=", ">": "<", "<=": ">=", "<": ">", ">=": "<="}
 MOST_COMPARED = 40
 
 
@@ -211,6 +212,18 @@ def compared(root: Any, conditions: Conditions) -> Iterator[tuple[str, str, list
                 meets = value is not None and MEETS[one.operator](value, bound)
                 for wanted in others if value is None else (others[meets],):
                     yield left, f"{wanted} {right}", _near(value, bound, wanted)
+
+
+def mirrored(root: Any, conditions: Conditions, path: str, condition: str) -> tuple[str, list[Any]]:
+    """Return the setting that another is compared with, and values that meet the condition."""
+    wanted, _, right = condition.partition(" ")
+    numbers = dict(_numbers(root, conditions))
+    value, bound = numbers.get(right), numbers.get(path)
+    return (
+        (right, [])
+        if value is None or bound is None
+        else (right, _near(value, bound, MIRROR[wanted]))
+    )
 
 
 def _numbers(root: Any, conditions: Conditions) -> Iterator[tuple[str, float | None]]:
@@ -326,12 +339,20 @@ def filled(node: Any, key: str) -> int:
     return 8
 
 
-def with_sizes_filled(config_class: type, settings: Settings, path: str) -> Settings:
-    """Return settings in which every None of one config that may be a number is one."""
+def with_sizes_filled(
+    config_class: type, settings: Settings, path: str, before: Any = None
+) -> Settings:
+    """Return settings in which every None of one config that may be a number is one.
+
+    before  a config whose numbers others have set to None on purpose
+    """
+    numbers = vars(dict(tree(before))[path]) if before is not None else {}
     root = make(config_class, settings)
     node = dict(tree(root))[path]
     for field in fields(node) if is_dataclass(node) else ():
         if NEVER.search(field.name) or vars(node).get(field.name, 0) is not None:
+            continue
+        if numbers.get(field.name) is not None:
             continue
         if "int" in str(field.type) and "list" not in str(field.type):
             size = filled(node, field.name)

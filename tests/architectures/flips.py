@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
@@ -26,6 +26,8 @@ class Flip:
     condition: bool | str
     ways: tuple[tuple[Way, ...], ...]
     """For each value the ways to set it, in turn until one makes a model."""
+    mirrored: tuple[Way, ...] = ()
+    """Ways to meet the condition by the other setting, which change the same."""
 
     @property
     def text(self) -> str:
@@ -67,11 +69,11 @@ def described(
         add(both(base, one, other))  # one chooses an attention, say, and one an MLP
     changes, others = list[Change](), list[Flip]()
     for flip in list(flips)[:MOST_FLIPS]:
-        if change := _change(build, layout, telling, flip):
-            if not any(_is_same(change, other) for other in changes):
-                changes.append(change)
-        else:
+        change = _change(build, layout, telling, flip)
+        if change is None:
             others.append(flip)
+        elif change.layout and not any(_is_same(change, other) for other in changes):
+            changes.append(change)
     alone = [[one.flip.path, one.flip.condition, one.layout] for one in changes]
     vain = set() if vain is None else vain
     hidden = list(_hidden(build, base, changes, [one for one in others if one.text not in vain]))
@@ -81,7 +83,10 @@ def described(
 
 
 def _change(build: Build, layout: Layout, telling: list[Settings], flip: Flip) -> Change | None:
-    """Return what a flip changes; nothing where None and [] do not say the same."""
+    """Return what a flip changes; nothing where None and [] do not say the same.
+
+    A comparison that the other setting does not confirm is of other settings, and changes nothing.
+    """
     found: list[Change] = []
     for ways in flip.ways:
         for way in ways:
@@ -89,7 +94,11 @@ def _change(build: Build, layout: Layout, telling: list[Settings], flip: Flip) -
                 found.append(Change(flip, difference(layout, union(made)), way))
                 break
         if flip.condition is not False and found and found[-1].layout:
-            return found[-1]
+            made = next(
+                filter(None, (_flipped(build, telling, way) for way in flip.mirrored)), None
+            )
+            is_same = made is None or difference(layout, union(made)) == found[-1].layout
+            return found[-1] if is_same else replace(found[-1], layout={})
     if flip.condition is not False or not found or not found[0].layout:
         return None
     return found[0] if all(each.layout == found[0].layout for each in found) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -17,11 +18,11 @@ import torch
 import transformers
 from conditions import Conditions, conditions_of
 from flips import Flip, Settings, described
-from layouts import Layout, difference, layout_of, pattern_of
+from layouts import Layout, difference, layout_of
 from pool import limited
-from renamings import free_models, inner_models, renamings_of
+from renamings import free_models, inner_models, renamings_of, tied_names, ties_of
 from settings import SETTINGS
-from torch_names import Roles, named_parameters, parameters_of, side_of
+from torch_names import Roles, parameters_of, side_of
 from transformers import PreTrainedModel, models
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -189,8 +190,8 @@ def _row(
         builder.layout, short, variants, _flips(config_class, config, short), vain
     )
     changes += _by_sizes(builder, layout, short, config_class.model_type)
-    tied = _tied(_with_other_ties(builder, model, variants))
-    ties, pairs = tied.pop("", [_ties(config), {}])
+    tied = tied_names(_with_other_ties(builder, model, variants))
+    ties, pairs = tied.pop("", [ties_of(config), {}])
     return {
         "type": config_class.model_type,
         "base": made_by.base_model_prefix,
@@ -220,13 +221,25 @@ def _by_sizes(
 
 
 def _flips(config_class: type, config: Any, short: Settings) -> Iterator[Flip]:
-    for path, condition, values in configs.flips(config, _conditions(config)):
+    conditions = _conditions(config)
+    for path, condition, values in configs.flips(config, conditions):
+        other, wanted = configs.mirrored(config, conditions, path, str(condition))
         together = SETTINGS["together"].get(path.rpartition(".")[2], {})
         yield Flip(
             path,
             condition,
             tuple(tuple(_ways(config_class, config, path, value, together)) for value in values),
+            tuple(_mirrored(config, path, other, value) for value in wanted),
         )
+
+
+def _mirrored(config: Any, path: str, other: str, value: Any) -> Callable[[Settings], Settings]:
+    """Return a way to set the one of two settings while the other stays as it is."""
+    *inner, key = path.split(".")
+    node = functools.reduce(getattr, inner, config)
+    return lambda settings: configs.set_at(
+        configs.set_at(settings, config, path, getattr(node, key)), config, other, value
+    )
 
 
 def _ways(
@@ -245,7 +258,7 @@ def _ways(
     yield alone
     if together:
         yield beside
-    yield lambda settings: configs.with_sizes_filled(config_class, alone(settings), inner)
+    yield lambda settings: configs.with_sizes_filled(config_class, alone(settings), inner, config)
 
 
 class _Builder:
@@ -363,51 +376,6 @@ def _with_other_ties(builder: _Builder, model: Any, variants: Iterable[Settings]
                 yield builder.model(variant)
 
 
-def _tied(made: Iterable[Any]) -> dict[str, list[Any]]:
-    """Return the ties of each config: whether it ties by default, and the names that share values.
-
-    A name that shares values with its like in other layers has itself.
-    """
-    tied: dict[str, list[Any]] = {}
-    for model in made:
-        paths = {id(node): path for path, node in reversed(list(configs.tree(model.config)))}
-        names = {name: pattern_of(each) for name, each in named_parameters(model).items()}
-        for place, module in model.named_modules(remove_duplicate=False):
-            if not isinstance(module, PreTrainedModel):
-                continue
-            path = paths.get(id(module.config), "")  # "" is of a copy, too
-            _, pairs = tied.setdefault(path, [_ties(module.config), {}])
-            for both in _pairs(module).items():
-                left, right = (f"{place}.{name}".lstrip(".") for name in both)
-                one, other = names.get(left, left), names.get(right, right)
-                if left != right and (one != other or one not in pairs):
-                    pairs[one] = other
-    return {
-        path: [ties, dict(sorted(pairs.items()))] for path, (ties, pairs) in tied.items() if pairs
-    }
-
-
-def _pairs(module: Any) -> dict[str, str]:
-    """Return the names that share values where the module's config ties any."""
-    said = vars(module.config)
-    before = said.get("tie_word_embeddings")
-    module.config.tie_word_embeddings = True
-    try:
-        return module.get_expanded_tied_weights_keys()
-    except Exception:  # names that these few layers do not have
-        return dict(module._tied_weights_keys or {})
-    finally:
-        module.config.tie_word_embeddings = before
-
-
-def _ties(config: Any) -> bool:
-    try:
-        text = config.get_text_config()
-    except ValueError:  # there are two: the decoder's head counts
-        text = config.get_text_config(decoder=True)
-    return bool(getattr(text, "tie_word_embeddings", False))
-
-
 def _strings(patterns: Iterable[str] | None) -> list[str]:
     return sorted(patterns or ())
 
@@ -421,8 +389,12 @@ def _conditions(config: Any) -> Conditions:
             files |= {*folder.glob("modeling_*.py")}
             lists |= {*folder.glob("configuration_*.py")}
     conditions = conditions_of(sorted(files))
-    per_layer = conditions.per_layer | conditions_of(sorted(lists)).per_layer
-    return replace(conditions, per_layer=per_layer)
+    own = conditions_of(sorted(lists))  # of configs: settings that they hand on, kinds of layers
+    return replace(
+        conditions,
+        per_layer=conditions.per_layer | own.per_layer,
+        mentioned=conditions.mentioned | own.read,
+    )
 
 
 def _kinds(config: Any) -> list[str]:
