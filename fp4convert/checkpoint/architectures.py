@@ -349,7 +349,7 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
 def _changes(
     config: Mapping[str, object], flips: Iterable[tuple[Any, Any, Mapping[str, Kinds]]]
 ) -> dict[str, list[Kinds]]:
-    """Return by prefix the kinds under each setting that a config has.
+    """Return the kinds under each setting of a config, by prefix.
 
     Two settings together may have kinds of their own, which stand for those of each.
     """
@@ -379,7 +379,7 @@ def _compiled(expressions: Iterable[str]) -> tuple[re.Pattern[str], ...]:
 
 
 def _tied_names(config: Mapping[str, object], row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names that a class ties under its config and under those inside it."""
+    """Return the tied names under a config and the configs inside it."""
     tied = dict(row.get("tied", {})) if _ties(config, row.get("ties", False)) else {}
     for path, (default, pairs) in row.get("tied_inside", {}).items():
         said = _at(config, f"{path}.tie_word_embeddings")
@@ -398,7 +398,10 @@ def _ties(config: Mapping[str, object], default: bool) -> bool:
 
 
 def _holds(config: Mapping[str, object], path: str, wanted: object) -> bool:
-    """Return whether config.json has a setting: a word, any or no value, or as compared."""
+    """Return whether a config meets a condition.
+
+    wanted  True or False (any value or none), a word, or a comparison: "!= hidden_size"
+    """
     value = _at(config, path)
     if value is MISSING:
         return False
