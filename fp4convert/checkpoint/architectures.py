@@ -9,15 +9,15 @@ is written.
 from __future__ import annotations
 
 import json
-import operator
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib.resources import files
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, repeat
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any, NamedTuple
 
 from fp4convert.checkpoint.name_mapping import Renaming, rename, settle
@@ -38,10 +38,7 @@ MOST_DIGITS = 9
 MOST_DEPTH = 8  # of configs inside configs
 MOST_LETTERS = 100  # of a class's name in a message
 MISSING = object()
-RELATIONS: Mapping[str, Callable[[Any, Any], bool]] = {
-    **{"==": operator.eq, "!=": operator.ne, ">": operator.gt},
-    **{"<=": operator.le, "<": operator.lt, ">=": operator.ge},
-}
+RELATIONS = {"==": eq, "!=": ne, ">": gt, "<=": le, "<": lt, ">=": ge}
 _NUMERIC = re.compile(r"-?[\d.]+(?:e-?\d+)?")
 POOLER = "pooler."  # of a model that another may build without
 MARK = 1000  # times n stands for the n-th number of a name while it is renamed
@@ -322,8 +319,7 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
         return found
 
     usual = read(row.get("layout", {}))
-    flips = [(path, wanted, read(changed)) for path, wanted, changed in row.get("flips", ())]
-    changes = _changes(config, flips)
+    changes = _changes(config, [(*one, read(changed)) for *one, changed in row.get("flips", ())])
     made = Architecture(
         name,
         parts,
@@ -353,24 +349,13 @@ def _changes(
 
     Two settings together may have kinds of their own, which stand for those of each.
     """
-    singles, pairs = (
-        list[tuple[str, Mapping[str, Kinds]]](),
-        list[tuple[list[str], Mapping[str, Kinds]]](),
-    )
-    for path, wanted, changed in flips:
-        if isinstance(path, str):
-            if _holds(config, path, wanted):
-                singles.append((path, changed))
-        elif all(_holds(config, *each) for each in zip(path, wanted, strict=True)):
-            pairs.append((path, changed))
+    active = [(path, changed) for path, wanted, changed in flips if _holds(config, path, wanted)]
+    pairs = [(path, changed) for path, changed in active if isinstance(path, list)]
     changes: dict[str, list[Kinds]] = defaultdict(list)
-    for path, changed in singles:
+    for path, changed in active:
         for prefix, kinds in changed.items():
             if not any(path in paths and prefix in other for paths, other in pairs):
                 changes[prefix].append(kinds)
-    for _, changed in pairs:
-        for prefix, kinds in changed.items():
-            changes[prefix].append(kinds)
     return changes
 
 
@@ -397,21 +382,18 @@ def _ties(config: Mapping[str, object], default: bool) -> bool:
     return default
 
 
-def _holds(config: Mapping[str, object], path: str, wanted: object) -> bool:
-    """Return whether a config meets a condition.
-
-    wanted  True or False (any value or none), a word, or a comparison: "!= hidden_size"
-    """
-    value = _at(config, path)
-    if value is MISSING:
-        return False
-    if isinstance(wanted, bool):
-        return bool(value) is wanted
+def _holds(config: Mapping[str, object], path: Any, wanted: Any) -> bool:
+    """Return whether a config meets a condition, or all of a list."""
+    if isinstance(path, list):
+        return all(map(_holds, repeat(config), path, wanted))
+    value: Any = _at(config, path)
+    if isinstance(wanted, bool) or value is MISSING:
+        return value is not MISSING and bool(value) is wanted
     relation, _, right = str(wanted).partition(" ")
     if relation in RELATIONS:
-        bound = float(right) if _NUMERIC.fullmatch(right) else _at(config, right)
-        both_are_numbers = isinstance(value, int | float) and isinstance(bound, int | float)
-        return both_are_numbers and RELATIONS[relation](value, bound)
+        bound: Any = float(right) if _NUMERIC.fullmatch(right) else _at(config, right)
+        both = isinstance(value, int | float) and isinstance(bound, int | float)
+        return both and bool(RELATIONS[relation](value, bound))
     return value == wanted or (isinstance(value, list) and wanted in value)
 
 
