@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib.resources import files
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, repeat
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any, NamedTuple
 
 from fp4convert.checkpoint.layer_lists import MISSING, Lists, read_lists, value_at
@@ -36,6 +38,8 @@ MOST_NUMBERS = 6  # in a name that is looked up
 MOST_DIGITS = 9
 MOST_DEPTH = 8  # of configs inside configs
 MOST_LETTERS = 100  # of a class's name in a message
+RELATIONS = {"==": eq, "!=": ne, ">": gt, "<=": le, "<": lt, ">=": ge}
+_NUMERIC = re.compile(r"-?[\d.]+(?:e-?\d+)?")
 POOLER = "pooler."  # of a model that another may build without
 MARK = 1000  # times n stands for the n-th number of a name while it is renamed
 OTHER_SIZE = "another size"  # a condition of the table: sizes that differ, or are the same
@@ -94,7 +98,7 @@ class Architecture:
               all settings; "L" where that number differs
     kinds     by prefix: the sets of parts that children have under the settings of config.json
     base      the module that holds the model without its head; names may lack it
-    tied      parameter -> the one that it may share
+    tied      parameter -> the one that it may share; itself, where layers share one
     absent    expressions for names that checkpoints may lack
     extra     expressions for names that checkpoints may have beside those of the class
     optional  prefixes and parts that some models have under these settings
@@ -222,6 +226,7 @@ class Architecture:
             parts=parts,
             kinds=kinds,
             renamings=(*self.renamings, *(one.within(place) for one in other.renamings)),
+            tied={**self.tied, **{start + a: start + b for a, b in other.tied.items()}},
             absent=(*self.absent, *other.absent),
             extra=(*self.extra, *other.extra),
             optional=self.optional | other.everything_at(place),
@@ -404,8 +409,8 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
         return found
 
     usual = read(row.get("layout", {}))
-    flips = [(path, wanted, read(changed)) for path, wanted, changed in row.get("flips", ())]
-    active = [changed for path, wanted, changed in flips if _holds(config, path, wanted)]
+    flips = [(*one, read(changed)) for *one, changed in row.get("flips", ())]
+    changes = _changes(config, flips)
     optional = frozenset(
         (prefix, part)
         for _, wanted, changed in flips
@@ -416,15 +421,10 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
     made = Architecture(
         name,
         parts,
-        {
-            prefix: _combined(
-                usual.get(prefix, ()), [one[prefix] for one in active if prefix in one]
-            )
-            for prefix in parts
-        },
+        {prefix: combine(usual.get(prefix, ()), changes.get(prefix, ())) for prefix in parts},
         tuple(map(Renaming.parse, (table["renamings"][at] for at in row.get("renamings", ())))),
         row.get("base", ""),
-        row.get("tied", {}) if _ties(config, row.get("ties", False)) else {},
+        _tied_names(config, row),
         _compiled((*row.get("absent", ()), *map(re.escape, row.get("skip", ())))),
         _compiled(row.get("unexpected", ())),
         optional,
@@ -442,8 +442,35 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
     return made
 
 
+def _changes(
+    config: Mapping[str, object], flips: Iterable[tuple[Any, Any, Mapping[str, Kinds]]]
+) -> dict[str, list[Kinds]]:
+    """Return the kinds under each setting of a config, by prefix.
+
+    Two settings together may have kinds of their own, which stand for those of each.
+    """
+    active = [(path, changed) for path, wanted, changed in flips if _holds(config, path, wanted)]
+    pairs = [(path, changed) for path, changed in active if isinstance(path, list)]
+    changes: dict[str, list[Kinds]] = defaultdict(list)
+    for path, changed in active:
+        for prefix, kinds in changed.items():
+            if not any(path in paths and prefix in other for paths, other in pairs):
+                changes[prefix].append(kinds)
+    return changes
+
+
 def _compiled(expressions: Iterable[str]) -> tuple[re.Pattern[str], ...]:
     return tuple(map(re.compile, expressions))
+
+
+def _tied_names(config: Mapping[str, object], row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tied names under a config and the configs inside it."""
+    tied = dict(row.get("tied", {})) if _ties(config, row.get("ties", False)) else {}
+    for path, (default, pairs) in row.get("tied_inside", {}).items():
+        said = value_at(config, f"{path}.tie_word_embeddings")
+        if said if isinstance(said, bool) else default:
+            tied |= pairs
+    return tied
 
 
 def _ties(config: Mapping[str, object], default: bool) -> bool:
@@ -455,15 +482,22 @@ def _ties(config: Mapping[str, object], default: bool) -> bool:
     return default
 
 
-def _holds(config: Mapping[str, object], path: str, wanted: object) -> bool:
-    """Return whether config.json has a setting: a word, or any or no value."""
-    value = value_at(config, path)
-    if value is MISSING:
-        return False
-    return bool(value) is wanted if isinstance(wanted, bool) else value == wanted
+def _holds(config: Mapping[str, object], path: Any, wanted: Any) -> bool:
+    """Return whether a config meets a condition, or all of a list."""
+    if isinstance(path, list):
+        return all(map(_holds, repeat(config), path, wanted))
+    value: Any = value_at(config, path)
+    if isinstance(wanted, bool) or value is MISSING:
+        return value is not MISSING and bool(value) is wanted
+    relation, _, right = str(wanted).partition(" ")
+    if relation in RELATIONS:
+        bound: Any = float(right) if _NUMERIC.fullmatch(right) else value_at(config, right)
+        both = isinstance(value, int | float) and isinstance(bound, int | float)
+        return both and bool(RELATIONS[relation](value, bound))
+    return value == wanted or (isinstance(value, list) and wanted in value)
 
 
-def _combined(usual: Kinds, changed: list[Kinds]) -> Kinds:
+def combine(usual: Kinds, changed: Iterable[Kinds]) -> Kinds:
     """Return the kinds of children under several settings.
 
     A setting adds and removes the same parts, whatever other settings do. One that leaves kinds

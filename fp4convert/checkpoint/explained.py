@@ -317,9 +317,24 @@ def _may_lack(
     name = prefix + part
     if COMPUTED.search(name) or _fits(architecture.absent, name.replace("#", "0")):
         return True
-    pairs = (*architecture.tied.items(), *((b, a) for a, b in architecture.tied.items()))
-    outside = found.get("", {}).get((), set())
-    return any(name == one and other in outside for one, other in pairs)
+    if part.endswith(".#"):  # a list all of whose parts may be absent
+        inner = architecture.parts.get(f"{name}.", {})
+        return bool(inner) and all(_may_lack(f"{name}.", one, found, architecture) for one in inner)
+    return any(_is_there(one, found) for one in _sharing(name, architecture.tied))
+
+
+def _sharing(name: str, tied: Mapping[str, str]) -> set[str]:
+    """Return the parameters with whose values one may be filled."""
+    if name not in tied and name not in tied.values():
+        return set()
+    first = tied.get(name, name)
+    shared = {first, *(one for one, other in tied.items() if other == first)}
+    return shared if first == name == tied.get(name) else shared - {name}
+
+
+def _is_there(name: str, found: Mapping[str, _Children]) -> bool:
+    end = name.rfind("#.") + 2 if "#." in name else 0
+    return any(name[end:] in parts for parts in found.get(name[:end], {}).values())
 
 
 def _outside(lacking: Iterable[str], found: Mapping[str, _Children], owner: str) -> Iterator[Lost]:

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import re
+import sys
 import time
 from collections import Counter
 from importlib.metadata import version
@@ -23,6 +24,7 @@ import pack
 from pool import run_all
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))  # the reader, which the builder asks what it expects
 FOLDER = ROOT / "configs" / "architectures"
 LOGS = ROOT / "build" / "architectures"
 SOURCES = {

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import islice
 from typing import Any
 
 from conditions import Conditions
@@ -19,7 +22,7 @@ COUNT = re.compile(
 KINDS = re.compile(r"layer_types|layers_block_type|block_types|layer_kinds|layer_pattern")
 LISTS = re.compile(r"layer|block|moe|sparse|attn|indices|idx")
 NEVER = re.compile(
-    r"^_|_token(_id|_index)?s?$|_token_ids?$|dropout|drop_|initializer|^return_|^output_|^use_cache$"
+    r"^_(?!remove)|(?<!mask)(?<!cls)_token(_id|_index)?s?$|_token_ids?$|dropout|drop_|initializer|^return_|^output_|^use_cache$"
     r"|^tie_|^dtype$|^torch|^transformers_version$|^architectures$|^problem_type$|label|^name_or_path$"
     r"|gradient|^rope_|_eps$|epsilon|loss|^attn_implementation|^base_model|^model_type$|_coef$"
     r"|^pruned_heads$|^is_encoder_decoder$|vocab_size|^hidden_size$|^max_|_std$|^per_layer_config$"
@@ -179,6 +182,73 @@ def uniform(node: Any, conditions: Conditions, words: Iterable[str]) -> Iterator
         yield from ((key, other) for other in others if other != value)
 
 
+OPPOSITE = {"==": "!=", "!=": "==", ">": "<=", "<=": ">", "<": ">=", ">=": "<"}
+MEETS: Mapping[str, Callable[[Any, Any], bool]] = {
+    **{"==": operator.eq, "!=": operator.ne, ">": operator.gt},
+    **{"<=": operator.le, "<": operator.lt, ">=": operator.ge},
+}
+MIRROR = {"==": "==", "!=": "!=", ">": "<", "<=": ">=", "<": ">", ">=": "<="}
+MOST_COMPARED = 40
+
+
+def compared(root: Any, conditions: Conditions) -> Iterator[tuple[str, str, list[Any]]]:
+    """Yield path, condition and values of numbers that conditions compare with others."""
+    numbers = dict(_numbers(root, conditions))
+    ends: dict[str, list[str]] = defaultdict(list)
+    for path in numbers:
+        ends[path.rpartition(".")[2]].append(path)
+    done = set()
+    for one in sorted(conditions.comparisons, key=str):
+        is_number = isinstance(one.right, int | float)
+        for left in ends.get(one.left, ()):
+            for right in [one.right] if is_number else ends.get(str(one.right), ()):
+                if left == right or (left, right) in done or (right, left) in done:
+                    continue
+                done.add((left, right))
+                value, bound = numbers[left], numbers.get(str(right), right)
+                if bound is None:
+                    continue
+                others = (one.operator, OPPOSITE[one.operator])
+                meets = value is not None and MEETS[one.operator](value, bound)
+                for wanted in others if value is None else (others[meets],):
+                    yield left, f"{wanted} {right}", _near(value, bound, wanted)
+
+
+def mirrored(root: Any, conditions: Conditions, path: str, condition: str) -> tuple[str, list[Any]]:
+    """Return the setting that another is compared with, and values that meet the condition."""
+    wanted, _, right = condition.partition(" ")
+    numbers = dict(_numbers(root, conditions))
+    value, bound = numbers.get(right), numbers.get(path)
+    return (
+        (right, [])
+        if value is None or bound is None
+        else (right, _near(value, bound, MIRROR[wanted]))
+    )
+
+
+def _numbers(root: Any, conditions: Conditions) -> Iterator[tuple[str, float | None]]:
+    for path, node in tree(root):
+        types = {each.name: str(each.type) for each in fields(node)} if is_dataclass(node) else {}
+        counts, defaults = layer_counts(node), conditions.other_defaults
+        lacking = {
+            key: getattr(node, other, None)
+            for key, other in defaults.items()
+            if not hasattr(node, key)
+        }
+        for key, value in {**lacking, **dict(sorted(vars(node).items()))}.items():
+            may_be = value is None and re.search("int|float", types.get(key, ""))
+            if key not in counts and (type(value) in (int, float) or may_be):
+                yield _joined(path, key), value
+
+
+def _near(value: float | None, bound: float, wanted: str) -> list[Any]:
+    """Return values that meet a condition, of the type of a value."""
+    start = bound if value is None else value
+    others = (bound, start * 2, start // 2, bound + 1, bound - 1, bound * 2, bound // 2)
+    typed = dict.fromkeys(type(start)(other) for other in others if other >= 0)
+    return [other for other in typed if MEETS[wanted](other, bound)][:4]
+
+
 def flips(root: Any, conditions: Conditions) -> Iterator[tuple[str, bool | str, list[Any]]]:
     """Yield path, condition and values of settings that conditions ask for."""
     for path, node in tree(root):
@@ -186,6 +256,7 @@ def flips(root: Any, conditions: Conditions) -> Iterator[tuple[str, bool | str, 
         for key, condition, wanted in flips_of(node, types, conditions):
             yield _joined(path, key), condition, wanted
         yield from _inner_configs(path, node, conditions)
+    yield from islice(compared(root, conditions), MOST_COMPARED)
 
 
 def flips_of(
@@ -194,7 +265,12 @@ def flips_of(
     """Yield the same of one config, with the types that it says its settings have."""
     counts, own = layer_counts(node), settings_of(node)
     asked = {key: value for key, value in sorted(vars(node).items()) if re.search(also, key)}
-    for key, value in {**own, **asked}.items():
+    lacking = {
+        key: value
+        for key, value in conditions.defaults.items()
+        if key not in own and not hasattr(node, key) and not NEVER.search(key)
+    }
+    for key, value in {**own, **asked, **lacking}.items():
         is_of_layers = KINDS.search(key) or key in conditions.per_layer - conditions.tested
         if key not in counts and not is_of_layers:
             for condition, wanted in values(node, key, value, types.get(key, ""), conditions):
@@ -235,6 +311,8 @@ def values(
                 yield False, [None if may_be_none else 0]
         case list() | tuple() | dict() if is_tested and value:
             yield False, [None, type(value)()]
+            words = conditions.words.get(key, set()) if isinstance(value, list) else set()
+            yield from ((word, [[*value, word]]) for word in sorted(words - set(map(str, value))))
 
 
 def _something(
@@ -244,7 +322,7 @@ def _something(
         yield True, [True]
     elif "str" in annotation:
         for word in sorted(conditions.words.get(key, set())):
-            yield word, [word]
+            yield word, [word, [word]]
     elif "float" in annotation and "int" not in annotation:
         yield True, [1.0]
     elif "int" in annotation or not annotation:
@@ -261,12 +339,20 @@ def filled(node: Any, key: str) -> int:
     return 8
 
 
-def with_sizes_filled(config_class: type, settings: Settings, path: str) -> Settings:
-    """Return settings in which every None of one config that may be a number is one."""
+def with_sizes_filled(
+    config_class: type, settings: Settings, path: str, before: Any = None
+) -> Settings:
+    """Return settings in which every None of one config that may be a number is one.
+
+    before  a config whose numbers others have set to None on purpose
+    """
+    numbers = vars(dict(tree(before))[path]) if before is not None else {}
     root = make(config_class, settings)
     node = dict(tree(root))[path]
     for field in fields(node) if is_dataclass(node) else ():
         if NEVER.search(field.name) or vars(node).get(field.name, 0) is not None:
+            continue
+        if numbers.get(field.name) is not None:
             continue
         if "int" in str(field.type) and "list" not in str(field.type):
             size = filled(node, field.name)

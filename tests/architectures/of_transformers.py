@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -9,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,12 @@ import torch
 import transformers
 from conditions import Conditions, conditions_of
 from flips import Flip, Settings, described
-from layouts import Layout, children_of, difference, layout_of, pattern_of
+from layouts import Layout, children_of, difference, layout_of
 from lists import Record, defaults, probe, said_by
 from pool import limited
-from renamings import free_models, inner_models, renamings_of
+from renamings import free_models, inner_models, renamings_of, tied_names, ties_of
 from settings import SETTINGS
-from torch_names import Roles, named_parameters, parameters_of, side_of
+from torch_names import Roles, parameters_of, side_of
 from transformers import PreTrainedModel, models
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -110,15 +112,16 @@ def rows(job: tuple[type, list[type]]) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(1)
     base = SETTINGS["transformers"].get(config_class.model_type, {})
     shared: Settings | None = None
+    vain: set[str] = set()
     for made_by in classes:
         head = {"class": made_by.__name__, "family": _family(made_by)}
         try:
             own = SETTINGS["transformers"].get(made_by.__name__)
-            if own is None and shared is not None and (row := _tried_row(made_by, shared)):
+            if own is None and shared is not None and (row := _tried_row(made_by, shared, vain)):
                 yield {**head, **row}
                 continue
             short = _short(config_class, made_by, own or base)
-            row = _row(config_class, made_by, short)
+            row = _row(config_class, made_by, short, vain)
             shared = shared or (None if own else short)
         except Exception as error:  # of many kinds
             yield {**head, "error": f"{type(error).__name__}: {error}"[:300]}
@@ -127,9 +130,9 @@ def rows(job: tuple[type, list[type]]) -> Iterator[dict[str, Any]]:
             yield {**head, **row}
 
 
-def _tried_row(made_by: Any, short: Settings) -> dict[str, Any] | None:
+def _tried_row(made_by: Any, short: Settings, vain: set[str]) -> dict[str, Any] | None:
     try:
-        return _row(made_by.config_class, made_by, short)
+        return _row(made_by.config_class, made_by, short, vain)
     except Exception:  # it needs what another class does without
         return None
 
@@ -175,24 +178,29 @@ def _repaired(config_class: type, base: Settings) -> Iterator[Settings]:
     yield from configs.variants(config_class, filled, Conditions(), _kinds(config))
 
 
-def _row(config_class: type, made_by: type, short: Settings) -> dict[str, Any] | None:
+def _row(
+    config_class: type, made_by: type, short: Settings, vain: set[str]
+) -> dict[str, Any] | None:
     builder = _Builder(config_class, made_by)
     model = builder.model(short)
     if not model.state_dict():
         return None
-    tied, config, free = _tied(model), model.config, free_models(model)
-    variants = configs.variants(config_class, short, _conditions(config), _kinds(config))
+    config, free = model.config, free_models(model)
+    variants = list(configs.variants(config_class, short, _conditions(config), _kinds(config)))
     layout, changes = described(
-        builder.layout, short, variants, _flips(config_class, config, short)
+        builder.layout, short, variants, _flips(config_class, config, short), vain
     )
     changes += _by_sizes(builder, layout, short, config_class.model_type)
     probe(builder.record, config, lambda other: builder.layout(_changed(short, config, other)))
     counts = builder.record.counts()
+    tied = tied_names(_with_other_ties(builder, model, variants))
+    ties, pairs = tied.pop("", [ties_of(config), {}])
     return {
         "type": config_class.model_type,
         "base": made_by.base_model_prefix,
-        "tied": tied,
-        "ties": _ties(config),
+        "tied": pairs,
+        "ties": ties,
+        "tied_inside": tied,
         "layout": layout,
         "flips": changes,
         "counts": counts,
@@ -226,13 +234,25 @@ def _by_sizes(
 
 
 def _flips(config_class: type, config: Any, short: Settings) -> Iterator[Flip]:
-    for path, condition, values in configs.flips(config, _conditions(config)):
+    conditions = _conditions(config)
+    for path, condition, values in configs.flips(config, conditions):
+        other, wanted = configs.mirrored(config, conditions, path, str(condition))
         together = SETTINGS["together"].get(path.rpartition(".")[2], {})
         yield Flip(
             path,
             condition,
             tuple(tuple(_ways(config_class, config, path, value, together)) for value in values),
+            tuple(_mirrored(config, path, other, value) for value in wanted),
         )
+
+
+def _mirrored(config: Any, path: str, other: str, value: Any) -> Callable[[Settings], Settings]:
+    """Return a way to set the one of two settings while the other stays as it is."""
+    *inner, key = path.split(".")
+    node = functools.reduce(getattr, inner, config)
+    return lambda settings: configs.set_at(
+        configs.set_at(settings, config, path, getattr(node, key)), config, other, value
+    )
 
 
 def _ways(
@@ -251,7 +271,7 @@ def _ways(
     yield alone
     if together:
         yield beside
-    yield lambda settings: configs.with_sizes_filled(config_class, alone(settings), inner)
+    yield lambda settings: configs.with_sizes_filled(config_class, alone(settings), inner, config)
 
 
 class _Builder:
@@ -363,29 +383,13 @@ def _outside(model: Any) -> str | None:
     return f"{prefix}." if isinstance(inner, torch.nn.Module) else None
 
 
-def _tied(model: Any) -> dict[str, str]:
-    """Return the names that share values wherever the config ties any."""
-    nodes = [node for _, node in configs.tree(model.config)]
-    before = [vars(node).get("tie_word_embeddings") for node in nodes]
-    for node in nodes:
-        node.tie_word_embeddings = True
-    try:
-        tied = model.get_expanded_tied_weights_keys(all_submodels=True)
-    except Exception:  # names that these few layers do not have
-        tied = dict(model._tied_weights_keys or {})
-    for node, value in zip(nodes, before, strict=True):
-        node.tie_word_embeddings = value
-    names = {name: pattern_of(each) for name, each in named_parameters(model).items()}
-    pairs = {names.get(left, left): names.get(right, right) for left, right in tied.items()}
-    return {left: right for left, right in sorted(pairs.items()) if left != right}
-
-
-def _ties(config: Any) -> bool:
-    try:
-        text = config.get_text_config()
-    except ValueError:  # there are two: the decoder's head counts
-        text = config.get_text_config(decoder=True)
-    return bool(getattr(text, "tie_word_embeddings", False))
+def _with_other_ties(builder: _Builder, model: Any, variants: Iterable[Settings]) -> Iterator[Any]:
+    """Yield a model, and those of variants where its ties depend on its settings."""
+    yield model
+    if any("_tied_weights_keys" in vars(module) for module in model.modules()):
+        for variant in variants:
+            with suppress(Exception):  # settings that make no model
+                yield builder.model(variant)
 
 
 def _strings(patterns: Iterable[str] | None) -> list[str]:
@@ -394,12 +398,19 @@ def _strings(patterns: Iterable[str] | None) -> list[str]:
 
 def _conditions(config: Any) -> Conditions:
     """Return what the modeling files of a config, and of those inside it, ask."""
-    files: set[Path] = set()
+    files, lists = set[Path](), set[Path]()
     for _, node in configs.tree(config):
         if type(node).__module__.startswith("transformers.models."):
             folder = Path(inspect.getfile(type(node))).parent
             files |= {*folder.glob("modeling_*.py")}
-    return conditions_of(sorted(files))
+            lists |= {*folder.glob("configuration_*.py")}
+    conditions = conditions_of(sorted(files))
+    own = conditions_of(sorted(lists))  # of configs: settings that they hand on, kinds of layers
+    return replace(
+        conditions,
+        per_layer=conditions.per_layer | own.per_layer,
+        mentioned=conditions.mentioned | own.read,
+    )
 
 
 def _kinds(config: Any) -> list[str]:

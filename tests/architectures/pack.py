@@ -13,7 +13,7 @@ from layouts import Layout
 
 Row = Mapping[str, Any]
 GROUP = 32  # families that are compressed together
-KEPT = ("counts", "defaults", "inner", "skip", "absent", "unexpected")
+KEPT = ("counts", "defaults", "tied_inside", "inner", "skip", "absent", "unexpected")
 
 
 class Numbers(dict[str, int]):

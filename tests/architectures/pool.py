@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 MEMORY = 6 << 30
-SECONDS_A_JOB = 240  # of the processor, so that a busy machine makes the same table
+SECONDS_A_JOB = 600  # of the processor, so that a busy machine makes the same table
 PATIENCE = 3600  # seconds by the clock
 
 

@@ -1,9 +1,14 @@
-"""The renamings that transformers applies on loading, as rows of the table."""
+"""The renamings that transformers applies on loading, and the names that share values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+from layouts import pattern_of
+from torch_names import named_parameters
+
+import configs
 
 KINDS = {
     "WeightRenaming": "rename",
@@ -40,6 +45,54 @@ def _rows(renamings: Iterable[Any]) -> list[list[Any]]:
         ]
         for each in renamings
     ]
+
+
+def tied_names(made: Iterable[Any]) -> dict[str, list[Any]]:
+    """Return of each config whether it ties, and the names that share values.
+
+    A name that shares values with its like in other layers has itself.
+    """
+    from transformers import PreTrainedModel
+
+    tied: dict[str, list[Any]] = {}
+    for model in made:
+        paths = {id(node): path for path, node in reversed(list(configs.tree(model.config)))}
+        names = {name: pattern_of(each) for name, each in named_parameters(model).items()}
+        for place, module in model.named_modules(remove_duplicate=False):
+            if not isinstance(module, PreTrainedModel):
+                continue
+            path = paths.get(id(module.config), "")  # "" is of a copy, too
+            _, pairs = tied.setdefault(path, [ties_of(module.config), {}])
+            for both in _pairs(module).items():
+                left, right = (f"{place}.{name}".lstrip(".") for name in both)
+                one, other = names.get(left, left), names.get(right, right)
+                if left != right and (one != other or one not in pairs):
+                    pairs[one] = other
+    return {
+        path: [ties, dict(sorted(pairs.items()))] for path, (ties, pairs) in tied.items() if pairs
+    }
+
+
+def _pairs(module: Any) -> dict[str, str]:
+    """Return the names that share values where the module's config ties any."""
+    said = vars(module.config)
+    before = said.get("tie_word_embeddings")
+    module.config.tie_word_embeddings = True
+    try:
+        return module.get_expanded_tied_weights_keys()
+    except Exception:  # names that these few layers do not have
+        return dict(module._tied_weights_keys or {})
+    finally:
+        module.config.tie_word_embeddings = before
+
+
+def ties_of(config: Any) -> bool:
+    """Return whether a config ties the output head to the embedding."""
+    try:
+        text = config.get_text_config()
+    except ValueError:  # there are two: the decoder's head counts
+        text = config.get_text_config(decoder=True)
+    return bool(getattr(text, "tie_word_embeddings", False))
 
 
 def inner_models(model: Any) -> tuple[tuple[str, str], ...]:

@@ -37,7 +37,10 @@ OTHERS = (
     "Wav2Vec2ForCTC",
     "WhisperForConditionalGeneration",
 )
-KEPT = ("type", "base", "tied", "ties", "counts", "defaults", "skip", "absent", "unexpected")
+KEPT = (
+    *("type", "base", "tied", "ties", "tied_inside", "counts", "defaults"),
+    *("skip", "absent", "unexpected"),
+)
 
 
 @cache
