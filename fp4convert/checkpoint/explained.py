@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from functools import cache, partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -218,13 +219,14 @@ def _find_lost(
             for child, parts in found.get(prefix, {}).items()
             if (prefix, child) not in drafts
         }
+        needed = cache(partial(_needed, prefix, found=found, architecture=architecture))
         wrong = dict(_find_other_kinds(prefix, children, architecture))
         yield from wrong.values()
         for child, parts in children.items():
             required = required_parts(architecture.lists, prefix, child)
             fitting = [kind for kind in kinds if required <= kind] or kinds
             if child not in wrong:
-                for part in _lacks(frozenset(parts), fitting, prefix, found, architecture):
+                for part in _lacks(frozenset(parts), fitting, needed):
                     lacking[part].append(child)
         if not prefix:
             yield from _outside(lacking, found, architecture.name)
@@ -288,26 +290,29 @@ def _find_other_kinds(
 def _lacks(
     own: frozenset[str],
     kinds: Collection[frozenset[str]],
+    needed: Callable[[frozenset[str]], frozenset[str]],
+) -> Iterator[str]:
+    """Yield what a child has in none of the kinds that are nearest to it.
+
+    needed  returns the parts of a kind that no checkpoint may lack
+    """
+    if own in kinds or not kinds:
+        return
+    distances = {kind: len(needed(kind) - own) + len(own - kind) for kind in kinds}
+    fewest = min(distances.values())
+    nearest = [needed(kind) - own for kind in kinds if distances[kind] == fewest]
+    yield from sorted(frozenset.intersection(*nearest))
+
+
+def _needed(
     prefix: str,
+    kind: frozenset[str],
+    *,
     found: Mapping[str, _Children],
     architecture: Architecture,
-) -> Iterator[str]:
-    """Yield what a child has in none of the kinds that are nearest to it."""
-    needed = [
-        frozenset(part for part in kind if not _may_lack(prefix, part, found, architecture))
-        for kind in kinds
-    ]
-    if own in kinds or not needed:
-        return
-    fewest = min(
-        len(kind - own) + len(own - full) for kind, full in zip(needed, kinds, strict=True)
-    )
-    nearest = [
-        kind - own
-        for kind, full in zip(needed, kinds, strict=True)
-        if len(kind - own) + len(own - full) == fewest
-    ]
-    yield from sorted(frozenset.intersection(*nearest))
+) -> frozenset[str]:
+    """Return the parts of a kind that no checkpoint may lack."""
+    return frozenset(part for part in kind if not _may_lack(prefix, part, found, architecture))
 
 
 def _may_lack(

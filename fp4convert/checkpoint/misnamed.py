@@ -14,7 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from fp4convert.checkpoint.architectures import OWN_CODE, Architecture, find_architecture
+from fp4convert.checkpoint.architectures import Architecture
+from fp4convert.checkpoint.class_table import OWN_CODE, find_architecture
 from fp4convert.errors import InputError, shell_line
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.storage.checkpoint_files import RECORD

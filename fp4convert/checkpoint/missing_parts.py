@@ -8,7 +8,7 @@ from functools import cache
 from itertools import islice
 from typing import NamedTuple
 
-from fp4convert.checkpoint.architectures import OWN_CODE, find_architecture, note_on_class
+from fp4convert.checkpoint.class_table import OWN_CODE, find_architecture, note_on_class
 from fp4convert.checkpoint.config_sizes import LEFT_OUT, find_odd_sizes
 from fp4convert.checkpoint.explained import WEIGHTLESS, Explained, Lost, Unexplained, explain
 from fp4convert.errors import Finding, InputError

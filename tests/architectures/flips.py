@@ -9,7 +9,8 @@ from typing import Any
 
 from layouts import Layout, difference, union
 
-from fp4convert.checkpoint.architectures import Kinds, combine
+from fp4convert.checkpoint.architectures import Kinds
+from fp4convert.checkpoint.class_table import combine
 
 Settings = Mapping[str, Any]
 Build = Callable[[Settings], Layout]

@@ -12,8 +12,8 @@ import transformers
 from meta_models import default_model, model_of
 from transformers.models.auto import modeling_auto as auto
 
-from fp4convert.checkpoint import architectures
-from fp4convert.checkpoint.architectures import find_architecture, note_on_class
+from fp4convert.checkpoint import class_table
+from fp4convert.checkpoint.class_table import find_architecture, note_on_class
 from fp4convert.checkpoint.explained import explain
 from fp4convert.checkpoint.missing_parts import judge_names
 from fp4convert.recipes.recipe import model_recipe
@@ -493,8 +493,8 @@ def read_row(monkeypatch, folder, row, config):
     index = {"classes": {"transformers": {"Model": "model"}}, "families": place}
     (folder / "configs" / "architectures").mkdir(parents=True, exist_ok=True)
     (folder / "configs" / "architectures" / "transformers.zlib").write_bytes(data)
-    monkeypatch.setattr(architectures, "_read_index", lambda: index)
-    monkeypatch.setattr(architectures, "files", lambda _: folder)
+    monkeypatch.setattr(class_table, "_read_index", lambda: index)
+    monkeypatch.setattr(class_table, "files", lambda _: folder)
     sizes = {"size": 8, "width": 8, "heads": 2, "layers": 2, "rows": 2}
     return find_architecture({"architectures": ["Model"], **sizes, **config})
 
