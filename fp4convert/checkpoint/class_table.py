@@ -32,6 +32,7 @@ _NUMERIC = re.compile(r"-?[\d.]+(?:e-?\d+)?")
 OTHER_SIZE = "another size"  # a condition of the table: sizes that differ, or are the same
 OWN_CODE = "auto_map"  # in config.json: classes of Python code beside the weights
 OF_MLX = "quantization"  # in config.json: names are those of mlx-lm's classes
+_CONFIG = re.compile(r"_config$")  # of a model inside
 RECORDS = frozenset({"quantization_config", OF_MLX})  # in config.json: of no model
 FEWEST_NUMBERS = 4  # of sizes in a config.json that is whole
 
@@ -72,7 +73,9 @@ def note_on_class(config: Mapping[str, object], is_explained: bool = False) -> s
         why = f"architectures in config.json is {json.dumps(classes)[:MOST_LETTERS]}, no class"
     elif len(names) > 1:
         why = f"config.json names {len(names)} classes"
-    elif name in _read_index()["classes"][package]:
+    elif (table := _read_family(package, name)) and (key := _other_form(table, name, config)):
+        why = f"config.json has {key}, which {name} of {package} does not have"
+    elif table:
         why = f"the model has code of its own, whose names are not those of {name}"
     else:
         why = f"{name[:MOST_LETTERS]} is in no table of model classes" if name else ""
@@ -121,15 +124,9 @@ def _read_index() -> dict[str, Any]:
 
 def _read_class(package: str, name: str, config: Mapping[str, object]) -> Architecture | None:
     """Read a class of the table, if it is there, under a config's settings."""
-    index = _read_index()
-    family = index["classes"].get(package, {}).get(name)
-    if family is None:
+    if (table := _read_family(package, name)) is None or _other_form(table, name, config):
         return None
-    start, length, at = index["families"][package][family]
-    folder = files("fp4convert").joinpath("configs", "architectures")
-    with folder.joinpath(f"{package}.zlib").open("rb") as file:
-        file.seek(start)
-        table = json.loads(zlib.decompress(file.read(length)).splitlines()[at])
+    index = _read_index()
     row, words = table["classes"][name], [part.split(" ", 1) for part in table["parts"]]
     parts: dict[str, dict[str, str]] = {}
 
@@ -178,6 +175,34 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
         elif chosen:  # whose settings may add parts
             made = made.knowing(place, chosen)
     return made
+
+
+def _read_family(package: str, name: str) -> dict[str, Any] | None:
+    """Read the line of a class's family; None if no table has the class."""
+    index = _read_index()
+    family = index["classes"].get(package, {}).get(name)
+    if family is None:
+        return None
+    start, length, at = index["families"][package][family]
+    folder = files("fp4convert").joinpath("configs", "architectures")
+    with folder.joinpath(f"{package}.zlib").open("rb") as file:
+        file.seek(start)
+        table: dict[str, Any] = json.loads(zlib.decompress(file.read(length)).splitlines()[at])
+    return table
+
+
+def _other_form(table: Mapping[str, Any], name: str, config: Mapping[str, object]) -> str:
+    """Return the config inside another that the class does not have in place of its own.
+
+    Qwen3-ASR's publisher has a thinker_config, and names that go with it.
+    """
+    row = table["classes"][name]
+    paths = (*row.get("counts", {}).values(), *row.get("defaults", ()), *row.get("words", ()))
+    inside = {word for path in paths for word in re.findall(r"(\w+)\.", path)}
+    inside |= {str(key).partition(".")[0] for key, *_ in row.get("inner", {}).values()}
+    own = {key for key, one in config.items() if isinstance(one, Mapping) and _CONFIG.search(key)}
+    others = sorted(own - inside - RECORDS)
+    return others[0] if inside and others and not inside & own else ""
 
 
 def _changes(

@@ -572,3 +572,14 @@ def test_tied_parameters_may_be_absent(monkeypatch, tmp_path, config, left_out, 
     found = explain(kept, architecture, model_recipe({}), {})
     assert {one.name for one in found.lost} == lost
     assert not found.unexplained
+
+
+def test_a_config_of_another_form_is_of_no_class():
+    """Qwen3-ASR as it is published: thinker_config, and names that transformers' class has not."""
+    names, config = whole("qwen3_asr")
+    inner = {key: config.pop(key) for key in ("text_config", "audio_config")}
+    other = {**config, "thinker_config": inner}
+    found = judged([f"thinker.{name}" for name in names], other)
+    assert (found.kept, found.unexplained) == ({}, ())
+    assert "thinker_config" in found.note
+    assert judged(names, {**config, **inner}).kept
