@@ -76,7 +76,8 @@ LAYERS: Mapping[str, int] = {
     **dict.fromkeys(("num_decoder_layers",), 2),
 }
 KINDS = "layer_types", "mlp_layer_types", "layers_block_type", "attention_types", "block_types"
-# CLIP and SigLIP towers have this part in their names, as published.
+# CLIP and SigLIP towers have this part in their names, as published; no others have it.
+CLIPS = re.compile(r"^(clip|siglip2?)_vision")
 VISION = (
     (
         r"^((?:\w+\.)*vision_tower\.)(?=embeddings|encoder|post_layernorm|pre_layrnorm|head\.)",
@@ -223,12 +224,15 @@ def rename(folder: Path, renames: Sequence[Sequence[str]]) -> None:
     """Give tensors the names of published files, where transformers saves others."""
     from safetensors.torch import load_file, save_file
 
+    config = json.loads((folder / "config.json").read_text())
+    inner = config.get("vision_config") or {}
+    is_clip = CLIPS.match(str(inner.get("model_type")))
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         named = {}
         for name, tensor in tensors.items():
             published = name
-            for pattern, word in (*VISION, *renames):
+            for pattern, word in (*(VISION if is_clip else ()), *renames):
                 published = re.sub(pattern, word, published)
             named[published] = tensor
         if named.keys() != tensors.keys():
