@@ -231,7 +231,7 @@ def _find_lost(
         if not prefix:
             yield from _outside(lacking, found, architecture.name)
             continue
-        if frozenset() not in kinds:  # every child has parameters
+        if all(map(needed, kinds)):  # every child has parameters that no other gives it
             yield from _find_gaps(prefix, children, architecture.name)
             yield from _find_short(prefix, children, architecture)
         for part, without in lacking.items():
