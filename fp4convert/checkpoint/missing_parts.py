@@ -234,6 +234,8 @@ def _missing_experts(
             detail = f"{_count(missing, 'expert')} of {total} in {mixture} missing"
             yield Lost(first, detail)
         for number, own in experts.items():
+            if 0 < count <= number:  # LongCat's experts beyond the count compute nothing
+                continue
             # A search that ends early: strange names may be as many as there are experts.
             lack = next((part for part in projections if part not in own), None)
             if lack is not None:
