@@ -77,6 +77,7 @@ def explain(
     drafts = set[tuple[str, tuple[int, ...]]]()  # children of lists that draft tokens
     drafting = set(sift(recipe.patterns_of(PREDICTION), names))
     beside = list[str]()  # what may stand beside parameters
+    count_of_list = cache(partial(count_before, architecture.lists))
     for name in names:
         places = places_of(name, architecture, recipe.stacks)
         is_draft = name in drafting
@@ -84,7 +85,12 @@ def explain(
             kind = architecture.parts[place.prefix][place.part]
             if is_draft:
                 drafts.add((place.prefix, place.child))
-            elif why := _misfit(name, place, kind, architecture, ranks):
+            elif (count := count_of_list(place.prefix, place.child)) is not None and not _fits(
+                architecture.extra, name
+            ):
+                reasons[name] = f"config.json has {count} layers"
+                continue
+            elif why := _misfit(place, kind, architecture, ranks.get(name)):
                 reasons[name] = why
                 continue
             elif before := taken.note(name, place, architecture):
@@ -147,13 +153,8 @@ class _Taken(NamedTuple):
                     yield Lost(lost, f"it is missing, and becomes {place.name} with {word}")
 
 
-def _misfit(
-    name: str, place: Place, kind: str, architecture: Architecture, ranks: Mapping[str, int]
-) -> str:
+def _misfit(place: Place, kind: str, architecture: Architecture, rank: int | None) -> str:
     """Say why a tensor is not the parameter of its name; "" if it is."""
-    rank, count = ranks.get(name), count_before(architecture.lists, place.prefix, place.child)
-    if count is not None and not _fits(architecture.extra, name):
-        return f"config.json has {count} layers"
     if not architecture.has(place):
         return f"{architecture.name} has it under other settings than those in config.json"
     if rank is not None and kind[1:] not in ("", str(rank)) and not place.origin.is_part:
