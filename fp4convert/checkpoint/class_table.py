@@ -192,7 +192,7 @@ def _read_family(package: str, name: str) -> dict[str, Any] | None:
 
 
 def _other_form(table: Mapping[str, Any], name: str, config: Mapping[str, object]) -> str:
-    """Return the config inside another that the class does not have in place of its own.
+    """Return the key of a config inside that the class does not have; or "".
 
     Qwen3-ASR's publisher has a thinker_config, and names that go with it.
     """
