@@ -102,6 +102,9 @@ def calibrate_first(options: QuantizeOptions, settings: Settings, is_dry: bool) 
     from fp4convert.conversion.work import prepare
 
     _refuse_beside_text(options, settings)
+    shared = {name: getattr(options, name) for name in SHARED}
+    asked = CalibrateOptions(source=options.source, output=options.source, **shared)
+    feed = feed_of(asked, "quantize with a text")
     silent: dict[str, Any] = dict.fromkeys(("text", "dataset", "self_generate"))
     untried = choose_options(replace(options, method=METHODS[0], **silent, **NEEDING))
     chosen = {name: getattr(untried, name) for name in CHOSEN}
@@ -112,16 +115,14 @@ def calibrate_first(options: QuantizeOptions, settings: Settings, is_dry: bool) 
     is_there = file.exists() and not options.force
     if not is_there:
         work.check_output(settings)
-    asked = CalibrateOptions(
-        source=options.source,
+    asked = replace(
+        asked,
         output=file,
         gram=_choose_gram(work) if method == GPTQ else "diag",
         sensitivity=(options.target_bits, options.target_size) != (None, None),
         force=options.force,
         phases=settings.phases,
-        **{name: getattr(options, name) for name in SHARED},
     )
-    feed = feed_of(asked, "--text, --chat and --self-generate:")
     words = f"{feed.words()}, --gram {asked.gram}"
     if is_there:
         _check_same(file, feed, asked.gram)

@@ -62,6 +62,7 @@ def test_statistics_of_another_text_are_not_written_over(tmp_path, llama, words)
         (("--shard-index", 0, "--num-shards", 2), 2),
         (("--exclude", "no.such.module"), 2),
         (("--format", "fp5"), 2),
+        (("--text", "absent.txt"), 2),
     ],
 )
 def test_what_can_be_refused_is_refused_before_the_model_reads(
