@@ -517,3 +517,15 @@ def test_nvfp4_beside_mxfp4_in_mlx_has_scales_of_one(source, tmp_path):
     names = [name for name in found if ".down_proj." in name]
     assert names
     assert all(found[name] == expected[name] for name in names)
+
+
+def test_four_bit_inputs_ask_for_a_choice_by_outputs(source, tmp_path):
+    def by_weights(*options):
+        document = planned(source, tmp_path / "out", "--target-bits", 5, *options)
+        return any("most is lost by inputs" in line for line in document["warnings"])
+
+    assert by_weights("--activations", 4)
+    assert not by_weights()
+    file = tmp_path / "c.safetensors"
+    sensed(source, file, 7, ("nvfp4", "mxfp4", "fp8"))
+    assert not by_weights("--activations", 4, "--calibration", file)
