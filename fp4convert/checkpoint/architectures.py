@@ -331,6 +331,28 @@ def note_on_class(config: Mapping[str, object], is_explained: bool = False) -> s
     return f"{why}: names and shapes alone decide" if why and not is_explained else ""
 
 
+def types_inside(config: Mapping[str, object]) -> str:
+    """Return the types of models inside a model, where config.json chooses.
+
+    "text_config=llama,vision_config=clip_vision_model"; "" for classes with fixed models inside
+    """
+    types = _types_inside(*_class_in(config), config)
+    return ",".join(f"{key}={types[key]}" for key in sorted(types))
+
+
+def _types_inside(package: str, name: str, config: object) -> dict[str, str]:
+    """Return types by path of their configs; the class's default where none is said."""
+    config = config if isinstance(config, Mapping) else {}
+    types: dict[str, str] = {}
+    for key, model_type, mapping in _read_row(package, name)[0].get("inner", {}).values():
+        inner = _at(config, key)
+        said = inner.get("model_type") if isinstance(inner, Mapping) else None
+        types[key] = "".join(str(said or model_type)[:MOST_LETTERS].split())
+        inside = _types_inside(package, _read_index()[mapping].get(types[key], ""), inner)
+        types |= {f"{key}.{path}": word for path, word in inside.items()}
+    return types
+
+
 def _is_of_other_type(name: str, model_type: object) -> bool:
     """Return whether a class and a model type are of two families.
 
@@ -371,18 +393,26 @@ def _read_index() -> dict[str, Any]:
     return table
 
 
-def _read_class(package: str, name: str, config: Mapping[str, object]) -> Architecture | None:
-    """Read a class of the table, if it is there, under a config's settings."""
+def _read_row(package: str, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the row of a class, and the table of its family; empty without one."""
     index = _read_index()
     family = index["classes"].get(package, {}).get(name)
     if family is None:
-        return None
+        return {}, {}
     start, length, at = index["families"][package][family]
     folder = files("fp4convert").joinpath("configs", "architectures")
     with folder.joinpath(f"{package}.zlib").open("rb") as file:
         file.seek(start)
         table = json.loads(zlib.decompress(file.read(length)).splitlines()[at])
-    row, words = table["classes"][name], [part.split(" ", 1) for part in table["parts"]]
+    return table["classes"][name], table
+
+
+def _read_class(package: str, name: str, config: Mapping[str, object]) -> Architecture | None:
+    """Read a class of the table, if it is there, under a config's settings."""
+    index, (row, table) = _read_index(), _read_row(package, name)
+    if not row:
+        return None
+    words = [part.split(" ", 1) for part in table["parts"]]
     parts: dict[str, dict[str, str]] = {}
 
     def read(layout: Mapping[str, list[int]]) -> dict[str, Kinds]:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from fp4convert.checkpoint.architectures import types_inside
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.engines.files import ENGINES, Engine, read_engine
 from fp4convert.engines.rows import Contents, Part
@@ -92,6 +93,7 @@ def with_model(contents: Contents, checkpoint: Checkpoint) -> Contents:
     return contents._replace(
         model=HEAD if is_head else str(config.get("model_type", "")),
         classes=(EAGLE3,) if is_speculators else class_names(config),
+        inner=types_inside(config),
         has_code="auto_map" in config,
         files=frozenset(shard.file for shard in checkpoint.shards),
         is_diffusers="_diffusers_version" in config or "_class_name" in config,
