@@ -16,7 +16,6 @@ from fp4convert.engines.files import ENGINES, Engine, read_engine
 from fp4convert.engines.rows import Contents, Part
 from fp4convert.engines.verdicts import find_traps, judge, trap_text
 from fp4convert.errors import shell_line
-from fp4convert.numerics.formats import Format
 from fp4convert.recipes.draft_layers import DRAFT_FORMAT, find_differing, is_draft_head
 from fp4convert.recipes.recipe import model_recipe
 from fp4convert.recipes.uneven_formats import EXPERTS, find_uneven, ordinary_matrices
@@ -72,16 +71,15 @@ def _uneven_codes(steps: Iterable[Step], checkpoint: Checkpoint) -> frozenset[st
 
 def _unread_codes(plan: Plan, checkpoint: Checkpoint) -> frozenset[str]:
     """Return the codes of findings that inspect would have on modules."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    formats: dict[str, Format] = {}
-    for step in plan.steps:
-        if step.form is not None:
-            own = {linear.module: linear.shape for linear in step.linears}
-            shapes |= own
-            formats |= dict.fromkeys(own, step.form.format)
+    quantized = {
+        linear.module: (linear.shape, step.form.format)
+        for step in plan.steps
+        if step.form is not None
+        for linear in step.linears
+    }
     recipe = model_recipe(checkpoint.config, dialect=plan.target.dialect)
-    traits = dialect_to_write(plan.target).TRAITS
-    found = find_unread_modules(shapes, formats, recipe, checkpoint.config, traits.holds_embeddings)
+    holds, judged = dialect_to_write(plan.target).TRAITS.holds_embeddings, plan.judged
+    found = find_unread_modules(quantized, recipe, checkpoint.config, holds, judged.is_embedding)
     return frozenset([one.code for one in found])
 
 
