@@ -43,7 +43,9 @@ def tried(engine: Engine) -> str:
     """Say how an engine was tried, and with how many classes."""
     if engine.loaded_classes is None:
         return engine.tried
-    names = {key[0] for key, fault in engine.loaded_classes.rows.items() if not fault}
+    names = {
+        key[0].partition(":")[0] for key, fault in engine.loaded_classes.rows.items() if not fault
+    }
     return f"{engine.tried}, {len(names)} classes"
 
 

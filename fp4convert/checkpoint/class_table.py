@@ -82,6 +82,30 @@ def note_on_class(config: Mapping[str, object], is_explained: bool = False) -> s
     return f"{why}: names and shapes alone decide" if why and not is_explained else ""
 
 
+def types_inside(config: Mapping[str, object]) -> str:
+    """Return the types of models inside a model, where config.json chooses.
+
+    "text_config=llama,vision_config=clip_vision_model"; "" for classes with fixed models inside
+    """
+    types = _types_inside(*_class_in(config), config)
+    return ",".join(f"{key}={types[key]}" for key in sorted(types))
+
+
+def _types_inside(package: str, name: str, config: object) -> dict[str, str]:
+    """Return types by path of their configs; the class's default where none is said."""
+    config = config if isinstance(config, Mapping) else {}
+    types: dict[str, str] = {}
+    if (table := _read_family(package, name)) is None:
+        return types
+    for key, model_type, mapping in table["classes"][name].get("inner", {}).values():
+        inner = value_at(config, key)
+        said = inner.get("model_type") if isinstance(inner, Mapping) else None
+        types[key] = "".join(str(said or model_type)[:MOST_LETTERS].split())
+        inside = _types_inside(package, _read_index()[mapping].get(types[key], ""), inner)
+        types |= {f"{key}.{path}": word for path, word in inside.items()}
+    return types
+
+
 def _is_of_other_type(name: str, model_type: object) -> bool:
     """Return whether a class and a model type are of two families.
 

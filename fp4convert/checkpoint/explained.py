@@ -13,7 +13,7 @@ from functools import cache, partial
 from itertools import islice
 from typing import NamedTuple
 
-from fp4convert.checkpoint.architectures import LINEAR, TYPES, Architecture, Place
+from fp4convert.checkpoint.architectures import EMBEDDING, LINEAR, TYPES, Architecture, Place
 from fp4convert.checkpoint.encodings.base import CACHE_SCALES
 from fp4convert.checkpoint.layer_lists import NO_LIST, count_before, count_of, required_parts
 from fp4convert.recipes.patterns import sift
@@ -52,12 +52,14 @@ class Lost(NamedTuple):
 class Explained(NamedTuple):
     """What the class in config.json says of a checkpoint's names.
 
-    kept  names of weights that the class does not hold as linear layers, and reasons
+    kept          names of weights that the class does not hold as linear layers, and reasons
+    is_embedding  weights of linear layers and embeddings of the class: whether the latter
     """
 
     unexplained: tuple[Unexplained, ...]
     lost: tuple[Lost, ...]
     kept: Mapping[str, str]
+    is_embedding: Mapping[str, bool]
 
 
 def explain(
@@ -72,7 +74,7 @@ def explain(
     ranks  numbers of dimensions of tensors, as far as they are known
     """
     found: dict[str, _Children] = defaultdict(lambda: defaultdict(set))
-    reasons, kept = dict[str, str](), dict[str, str]()
+    reasons, kept, is_embedding = dict[str, str](), dict[str, str](), dict[str, bool]()
     taken = _Taken({}, defaultdict(dict), defaultdict(lambda: ([], [])))
     drafts = set[tuple[str, tuple[int, ...]]]()  # children of lists that draft tokens
     drafting = set(sift(recipe.patterns_of(PREDICTION), names))
@@ -95,6 +97,8 @@ def explain(
                 continue
             elif before := taken.note(name, place, architecture):
                 reasons[name] = f"{before} is the same parameter of {architecture.name}"
+            if kind[0] in (EMBEDDING, *LINEAR):
+                is_embedding[name] = kind[0] == EMBEDDING
             if kind[0] not in LINEAR:
                 kept[name] = f"{TYPES[kind[0]]} of {architecture.name}"
             found[place.prefix][place.child].add(place.part)
@@ -111,7 +115,8 @@ def explain(
     kept |= {name: f"unexplained: {why}" for name, why in reasons.items()}
     _add_lists(found)
     lost = [*_find_lost(found, drafts, architecture), *taken.find_partial()] if found else ()
-    return Explained(tuple(map(Unexplained, reasons, reasons.values())), tuple(lost), kept)
+    strange = tuple(map(Unexplained, reasons, reasons.values()))
+    return Explained(strange, tuple(lost), kept, is_embedding)
 
 
 class _Taken(NamedTuple):

@@ -133,6 +133,27 @@ def _judge(checkpoint: Checkpoint, linears: Linears, recipe: Recipe) -> Judgemen
     return judge_names(names, shapes, checkpoint.config, recipe)
 
 
+def names_stored(artifact: Artifact) -> list[str]:
+    """List the tensors of an artifact, and MODULE.weight of quantized modules."""
+    packed = artifact.packed
+    stored = {ref.name for one in packed.values() for ref in (*one.refs, *one.companions)}
+    names = [name for name in artifact.tensors if name not in stored]
+    return [*names, *(module + WEIGHT for module in packed)]
+
+
+def judge_stored(artifact: Artifact, config: Mapping[str, object], recipe: Recipe) -> Judgement:
+    """Judge an artifact by names and sizes; config may be empty."""
+    names, packed = names_stored(artifact), artifact.packed
+    shapes = {
+        name.removesuffix(WEIGHT): artifact.tensors[name].shape
+        for name in names
+        if name.endswith(WEIGHT)
+        and name in artifact.tensors
+        and artifact.tensors[name].dtype in FLOAT_TYPES
+    } | {module: one.shape for module, one in packed.items()}
+    return judge_names(names, shapes, config, recipe)
+
+
 def linears_of(
     clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | None = None
 ) -> Linears:

@@ -47,12 +47,14 @@ class Judgement(NamedTuple):
     unexplained  tensors that the class in config.json does not have
     note         that the class is in no table, or contradicts config.json's model type; or ""
     kept         names of weights that the class does not hold as linear layers, and reasons
+    is_embedding  weights of linear layers and embeddings of the class: whether the latter
     """
 
     faults: tuple[Finding, ...] = ()
     unexplained: tuple[Unexplained, ...] = ()
     note: str = ""
     kept: Mapping[str, str] = {}
+    is_embedding: Mapping[str, bool] = {}
 
     @property
     def findings(self) -> list[Finding]:
@@ -93,7 +95,8 @@ def judge_names(
     faults = [Finding("error", "module-missing", one.name, one.detail + WEIGHTLESS) for one in lost]
     note = "" if is_draft_head(modules) else note_on_class(config, explained is not None)
     if explained:
-        return Judgement((*faults, *odd), explained.unexplained, note, explained.kept)
+        strange, _, kept, is_embedding = explained
+        return Judgement((*faults, *odd), strange, note, kept, is_embedding)
     return Judgement((*faults, *odd), note=note)
 
 

@@ -96,7 +96,8 @@ class ModelList(NamedTuple):
 class LoadedClasses(NamedTuple):
     """Tiny models that an engine loaded: configs/engines/loaded.
 
-    rows  (class, dialect, formats): "" where it held every value, else what became of it
+    rows  (class:inner types, dialect, formats): "" where it held every value, else what became
+          of it; "LlavaForConditionalGeneration:text_config=llama,vision_config=clip_vision_model"
     """
 
     version: Version

@@ -41,6 +41,7 @@ class Contents(NamedTuple):
 
     model      model_type of config.json
     classes    names of classes in config.json
+    inner      types of models inside the class that config.json chooses: "text_config=llama"
     has_code   config.json names Python code beside the weights
     names_fused  records name qkv_proj and gate_up_proj beside their parts, as ours do
     findings   codes that inspect reports; of a plan only those about formats
@@ -54,6 +55,7 @@ class Contents(NamedTuple):
     parts: frozenset[Part]
     model: str = ""
     classes: tuple[str, ...] = ()
+    inner: str = ""
     is_diffusers: bool = False
     is_sharded: bool = False
     cache: str | None = None

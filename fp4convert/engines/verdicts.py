@@ -11,9 +11,9 @@ from fp4convert.engines.versions import Version, Versions, read_version
 
 Evidence = Literal["loaded", "read", "not-tried"]
 WORDS: Mapping[Evidence, str] = {  # for people, after a verdict
-    "loaded": "loaded by {engine} itself, as a tiny {name}",
+    "loaded": "loaded by {engine} itself, as a tiny {name}{inside}",
     "read": "read in its source or documentation, not loaded",
-    "not-tried": "not tried with this class",
+    "not-tried": "not tried with this class{inside}",
 }
 
 
@@ -28,6 +28,7 @@ class Verdict(NamedTuple):
     row       the row that decided, if any
     evidence  "loaded" by a judge or a test here, "read" in the engine's source, or neither
     name      the class, or the model's type without one
+    inner     types of the models inside it that config.json chooses
     """
 
     engine: Engine
@@ -38,6 +39,7 @@ class Verdict(NamedTuple):
     row: Row | None = None
     evidence: Evidence = "not-tried"
     name: str = ""
+    inner: str = ""
 
     @property
     def may_load(self) -> bool:
@@ -47,7 +49,9 @@ class Verdict(NamedTuple):
     @property
     def words(self) -> str:
         """Say for people how it is known."""
-        return WORDS[self.evidence].format(engine=self.engine.name, name=self.name or "model")
+        inside = f" ({self.inner.replace(',', ', ')})" if self.inner else ""
+        name = self.name or "model"
+        return WORDS[self.evidence].format(engine=self.engine.name, name=name, inside=inside)
 
     def reason(self, version: Version | None) -> str:
         """Return the reason as a clause, with the engine and a version."""
@@ -80,13 +84,16 @@ def _weigh(verdict: Verdict, contents: Contents, version: Version | None) -> Ver
     """Claim no more than what was loaded."""
     row, tried = verdict.row, verdict.engine.loaded_classes
     names = contents.classes or tuple(filter(None, (contents.model,)))
-    verdict = verdict._replace(name=", ".join(names), evidence=_evidence_of(verdict))
+    verdict = verdict._replace(
+        name=", ".join(names), inner=contents.inner, evidence=_evidence_of(verdict)
+    )
     if not verdict.loads or row is None:
         return verdict
     if not {*names, contents.model}.isdisjoint(row.ran):
         return verdict
     if tried is not None and version in (None, tried.version):
-        keys = [(name, contents.dialect, contents.formats) for name in names]
+        inside = f":{contents.inner}" if contents.inner else ""
+        keys = [(name + inside, contents.dialect, contents.formats) for name in names]
         fault = next((tried.rows[key] for key in keys if key in tried.rows), None)
         if fault == "":
             return verdict._replace(evidence="loaded")
@@ -96,8 +103,8 @@ def _weigh(verdict: Verdict, contents: Contents, version: Version | None) -> Ver
     if row.tried == "read":
         why = f"was read, not loaded: it {row.says}"
         return verdict._replace(loads=None, why=why, evidence="read")
-    why = f"was {WORDS['not-tried']}; elsewhere it {row.says}"
-    return verdict._replace(loads=None, why=why, evidence="not-tried")
+    verdict = verdict._replace(loads=None, evidence="not-tried")
+    return verdict._replace(why=f"was {verdict.words}; elsewhere it {row.says}")
 
 
 def _evidence_of(verdict: Verdict) -> Evidence:

@@ -10,12 +10,12 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from fp4convert.checkpoint.class_table import types_inside
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.engines.files import ENGINES, Engine, read_engine
 from fp4convert.engines.rows import Contents, Part
 from fp4convert.engines.verdicts import find_traps, judge, trap_text
 from fp4convert.errors import shell_line
-from fp4convert.numerics.formats import Format
 from fp4convert.recipes.draft_layers import DRAFT_FORMAT, find_differing, is_draft_head
 from fp4convert.recipes.recipe import model_recipe
 from fp4convert.recipes.uneven_formats import EXPERTS, find_uneven, ordinary_matrices
@@ -71,16 +71,15 @@ def _uneven_codes(steps: Iterable[Step], checkpoint: Checkpoint) -> frozenset[st
 
 def _unread_codes(plan: Plan, checkpoint: Checkpoint) -> frozenset[str]:
     """Return the codes of findings that inspect would have on modules."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    formats: dict[str, Format] = {}
-    for step in plan.steps:
-        if step.form is not None:
-            own = {linear.module: linear.shape for linear in step.linears}
-            shapes |= own
-            formats |= dict.fromkeys(own, step.form.format)
+    quantized = {
+        linear.module: (linear.shape, step.form.format)
+        for step in plan.steps
+        if step.form is not None
+        for linear in step.linears
+    }
     recipe = model_recipe(checkpoint.config, dialect=plan.target.dialect)
-    traits = dialect_to_write(plan.target).TRAITS
-    found = find_unread_modules(shapes, formats, recipe, checkpoint.config, traits.holds_embeddings)
+    holds, judged = dialect_to_write(plan.target).TRAITS.holds_embeddings, plan.judged
+    found = find_unread_modules(quantized, recipe, checkpoint.config, holds, judged.is_embedding)
     return frozenset([one.code for one in found])
 
 
@@ -92,6 +91,7 @@ def with_model(contents: Contents, checkpoint: Checkpoint) -> Contents:
     return contents._replace(
         model=HEAD if is_head else str(config.get("model_type", "")),
         classes=(EAGLE3,) if is_speculators else class_names(config),
+        inner=types_inside(config),
         has_code="auto_map" in config,
         files=frozenset(shard.file for shard in checkpoint.shards),
         is_diffusers="_diffusers_version" in config or "_class_name" in config,

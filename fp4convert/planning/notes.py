@@ -15,7 +15,7 @@ from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.missing_parts import Judgement, fault_text
 from fp4convert.checkpoint.record import ADAPTER
 from fp4convert.errors import InputError
-from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.numerics.formats import FLOAT_TYPES, Format
 from fp4convert.planning.activation_scales import describe_unit, warn_of_unit
 from fp4convert.planning.decisions import Verdict
 from fp4convert.planning.kept_dtype import word_of
@@ -134,16 +134,16 @@ def _is_of_activations(word: str) -> bool:
 
 
 def note_unread(
-    shapes: Mapping[str, tuple[int, ...]],
-    forms: Mapping[str, Form],
+    quantized: Mapping[str, tuple[tuple[int, ...], Format]],
     recipe: Recipe,
     config: Mapping[str, object],
     traits: Traits,
+    judged: Judgement,
 ) -> Iterator[str]:
     """Name quantized modules that engines do not read."""
-    formats = {module: forms[module].format for module in shapes}
     found: dict[str, list[str]] = defaultdict(list)
-    for one in find_unread_modules(shapes, formats, recipe, config, traits.holds_embeddings):
+    holds = traits.holds_embeddings
+    for one in find_unread_modules(quantized, recipe, config, holds, judged.is_embedding):
         found[one.what].append(one.module)
     for what, modules in found.items():
         others = f" ({count_text(len(modules) - 1, 'other')} too)" if modules[1:] else ""
@@ -151,12 +151,19 @@ def note_unread(
 
 
 def note_unread_verdicts(
-    verdicts: Mapping[str, Verdict], recipe: Recipe, config: Mapping[str, object], traits: Traits
+    verdicts: Mapping[str, Verdict],
+    recipe: Recipe,
+    config: Mapping[str, object],
+    traits: Traits,
+    judged: Judgement,
 ) -> Iterator[str]:
     """Name modules of a plan that engines do not read quantized."""
-    forms = {module: each.form for module, each in verdicts.items() if each.form}
-    shapes = {module: verdicts[module].linear.shape for module in forms}
-    return note_unread(shapes, forms, recipe, config, traits)
+    quantized = {
+        module: (each.linear.shape, each.form.format)
+        for module, each in verdicts.items()
+        if each.form
+    }
+    return note_unread(quantized, recipe, config, traits, judged)
 
 
 def note_unchanged(verdicts: Mapping[str, Verdict], recipe: Recipe) -> Iterator[str]:

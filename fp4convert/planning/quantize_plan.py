@@ -151,7 +151,7 @@ def plan_quantize(
             linears, tasks, has_scalars, scalars.inputs is UNIT_SCALE, scalars.cache.own
         ),
         *note_unchanged(verdicts, recipe),
-        *note_unread_verdicts(verdicts, recipe, checkpoint.config, dialect.TRAITS),
+        *note_unread_verdicts(verdicts, recipe, checkpoint.config, dialect.TRAITS, linears.judged),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
         *notes_on_names(linears.judged),
         *linears.notes,

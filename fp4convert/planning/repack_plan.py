@@ -17,7 +17,8 @@ from fp4convert.checkpoint.encodings.floats import find_gguf_blocks
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.checkpoint.encodings.int4 import find_affine
 from fp4convert.checkpoint.expert_stacks import ExpertStack
-from fp4convert.checkpoint.linears import Linears
+from fp4convert.checkpoint.linears import Linears, judge_stored
+from fp4convert.checkpoint.missing_parts import Judgement
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.checkpoint.unread import find_unread
 from fp4convert.errors import InputError
@@ -27,7 +28,7 @@ from fp4convert.makers.maker import Maker
 from fp4convert.makers.spelling import Spelling
 from fp4convert.makers.table import maker_of
 from fp4convert.makers.unit import Stem, Unit
-from fp4convert.numerics.formats import dtype_named
+from fp4convert.numerics.formats import Format, dtype_named
 from fp4convert.planning.kept_dtype import (
     draft_floats,
     expanded_spec,
@@ -149,6 +150,12 @@ class Transcoding(NamedTuple):
     def modules(self) -> Mapping[str, Packed]:
         return self.artifact.modules
 
+    @property
+    def eight_bit(self) -> dict[str, tuple[tuple[int, ...], Format]]:
+        """Return shapes and formats of the others that stay quantized."""
+        staying = ((name, one) for name, one in self.others.items() if name in self.forms)
+        return {name: (one.shape, self.forms[name].format) for name, one in staying}
+
 
 def plan_transcode(
     checkpoint: Checkpoint,
@@ -173,7 +180,8 @@ def plan_transcode(
     expanded = [_expand(linear, recipe) for linear in _expandable(checkpoint)]
     refuse_other_matrices(checkpoint, contents)
     placed = _places(contents, dialect) if placed is None else placed
-    _refuse_unfit(placed, contents, dialect, recipe)
+    judged = judge_stored(contents.artifact, contents.artifact.source.checkpoint.config, recipe)
+    _refuse_unfit(placed, contents, dialect, recipe, judged)
     drafts = _drafts_of(placed, contents, dialect, recipe)
     # Tensors of modules and scales, which have other names in the result, are left out.
     has_inputs = any(form.has_input_scale for form in contents.forms.values())
@@ -192,18 +200,17 @@ def plan_transcode(
     refuse_forgotten(checkpoint.tensors, tasks, left_out, coded)
     kept = kept_modules(tasks)
     made = [module for module in (*contents.modules, *placed) if module not in kept]
-    eight = {name: one.shape for name, one in contents.others.items() if name in contents.forms}
     patterns = recipe.patterns_to_declare(kept, made)
     warnings = [
         *([f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []),
         *note_eight_bit_scales(unread, unit, str(target.dialect)),
         *note_unit_scales(contents.artifact, contents.forms),
         *note_expanded([draft for _, draft in drafts if draft.step.form is None]),
-        *note_unread(eight, contents.forms, recipe, checkpoint.config, dialect.TRAITS),
+        *note_unread(contents.eight_bit, recipe, checkpoint.config, dialect.TRAITS, judged),
     ]
     notes, ignored = (*notes_on(checkpoint), *warnings), Ignored(tuple(kept), patterns)
     idle_options = tuple(idle_keep_dtype(recipe, tasks))
-    return Plan(target, tasks, ignored, notes, idle=idle_options, left_out=left_out)
+    return Plan(target, tasks, ignored, notes, idle=idle_options, left_out=left_out, judged=judged)
 
 
 def _list_left_out(
@@ -374,7 +381,11 @@ def refuse_other_matrices(checkpoint: Checkpoint, contents: Transcoding) -> None
 
 
 def _refuse_unfit(
-    placed: Mapping[str, Stored], contents: Transcoding, dialect: Dialect, recipe: Recipe
+    placed: Mapping[str, Stored],
+    contents: Transcoding,
+    dialect: Dialect,
+    recipe: Recipe,
+    judged: Judgement,
 ) -> None:
     """Raise InputError for four-bit modules without a place."""
     for stem, stored in placed.items():
@@ -383,10 +394,9 @@ def _refuse_unfit(
         if form and (reason := dialect.unfit(stem, (rows, columns), form)):
             detail = f"{stem} has {reason}; dialect {recipe.target.dialect} has no place for it"
             raise InputError("dialect-shape", detail, tensor=stem)
-    shapes = {module: packed.shape for module, packed in contents.modules.items()}
-    formats = {module: packed.form.format for module, packed in contents.modules.items()}
+    quantized = {name: (one.shape, one.form.format) for name, one in contents.modules.items()}
     holds = dialect.TRAITS.holds_embeddings
-    for module, _, what in find_unread_modules(shapes, formats, recipe, {}, holds):
+    for module, _, what in find_unread_modules(quantized, recipe, {}, holds, judged.is_embedding):
         raise InputError("dialect-module", f"{module} is {what}", tensor=module)
 
 

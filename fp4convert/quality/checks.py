@@ -17,7 +17,7 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Clues, schemes_of, strings
 from fp4convert.checkpoint.dialects.forms import from_layers, parents_of
 from fp4convert.checkpoint.dialects.registry import METHODS
-from fp4convert.checkpoint.linears import find_unread_codes
+from fp4convert.checkpoint.linears import find_unread_codes, judge_stored, names_stored
 from fp4convert.checkpoint.misnamed import find_misnamed
 from fp4convert.checkpoint.missing_parts import judge_names
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
@@ -214,29 +214,20 @@ def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
         elif kind == "tower":
             detail = "it is part of a vision or audio tower, which most engines keep"
             yield Finding("warning", "tower-quantized", module, detail)
-    yield from _check_modules_read(artifact, recipe)
+    misnamed = find_misnamed(artifact.source.checkpoint)
+    config = {} if misnamed else artifact.source.checkpoint.config
+    judged = judge_stored(artifact, config, recipe)
+    yield from _check_modules_read(artifact, recipe, judged.is_embedding)
     if traits.ignores_by_name:
-        yield from _check_kept_names(artifact, recipe)
+        yield from _check_kept_names(artifact, recipe, judged.is_embedding)
     yield from _check_targets(artifact)
     if all(finding.code != "unfinished" for finding in artifact.findings):
-        stored = {ref.name for packed in artifact.packed.values() for ref in packed.refs}
-        stored |= {ref.name for packed in artifact.packed.values() for ref in packed.companions}
-        names = [name for name in artifact.tensors if name not in stored]
-        names += [module + WEIGHT for module in artifact.packed]
-        if is_draft_head(names):
+        if is_draft_head(names_stored(artifact)):
             yield Finding("note", "draft-head", None, DRAFT_HEAD)
-        misnamed = find_misnamed(artifact.source.checkpoint)
-        if misnamed and misnamed.is_wrapped:
-            yield Finding("error", "wrapped-names", misnamed.tensor, misnamed.detail)
-        elif misnamed:
-            yield Finding("error", "foreign-names", misnamed.tensor, misnamed.detail)
-        shapes = {
-            name.removesuffix(WEIGHT): ref.shape
-            for name, ref in artifact.tensors.items()
-            if name.endswith(WEIGHT) and name not in stored and ref.dtype in FLOAT_TYPES
-        } | {module: packed.shape for module, packed in artifact.packed.items()}
-        config = {} if misnamed else artifact.source.checkpoint.config
-        yield from judge_names(names, shapes, config, recipe).findings
+        if misnamed:
+            code = "wrapped-names" if misnamed.is_wrapped else "foreign-names"
+            yield Finding("error", code, misnamed.tensor, misnamed.detail)
+        yield from judged.findings
     # Scales beside four-bit modules that nothing declares.
     with_global = [form for form in artifact.forms if form.format.has_global_scale]
     has_inputs = all(form.has_input_scale for form in with_global)
@@ -245,13 +236,17 @@ def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
         yield Finding("note", "scales-idle", None, f"{detail}; transcode leaves them out")
 
 
-def _check_modules_read(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
-    """Find quantized modules that engines build as ordinary ones."""
-    packed = {module: each.shape for module, each in artifact.packed.items()}
+def _check_modules_read(
+    artifact: Artifact, recipe: Recipe, is_embedding: Mapping[str, bool]
+) -> Iterator[Finding]:
+    """Find quantized modules that engines build as ordinary ones.
+
+    is_embedding  as the model's class has weights; of others names decide
+    """
+    quantized = {module: (one.shape, one.form.format) for module, one in artifact.packed.items()}
     config = artifact.source.checkpoint.config
     holds = artifact.spelling.TRAITS.holds_embeddings
-    formats = {module: each.form.format for module, each in artifact.packed.items()}
-    for module, code, what in find_unread_modules(packed, formats, recipe, config, holds):
+    for module, code, what in find_unread_modules(quantized, recipe, config, holds, is_embedding):
         if code == EMBEDDING:
             yield Finding("warning", "embedding-quantized", module, f"it is {what}")
         elif code == TIED_HEAD:
@@ -264,7 +259,8 @@ def _check_modules_read(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]
             continue
         is_scaled = each.stem + table.input_scale in artifact.tensors
         # Of a table rows are looked up: it has no activations. Layers inside an embedding have.
-        if not is_scaled and recipe.kind_of(f".{module.rpartition('.')[2]}") != "embedding":
+        is_named = recipe.kind_of(f".{module.rpartition('.')[2]}") == "embedding"
+        if not is_scaled and not is_embedding.get(module + WEIGHT, is_named):
             detail = "it is FP8 with one scale, and has no scale of activations: engines that"
             detail += " quantize them would compute garbage"
             yield Finding("warning", "input-scale-missing", module, detail)
@@ -316,7 +312,9 @@ def _check_beside(artifact: Artifact) -> Iterator[Finding]:
         yield Finding("error", "weights-beside", None, detail)
 
 
-def _check_kept_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
+def _check_kept_names(
+    artifact: Artifact, recipe: Recipe, is_embedding: Mapping[str, bool]
+) -> Iterator[Finding]:
     """Check that records ignore the linear layers that stay.
 
     A kept module counts as a linear layer if a target fits it, if the record is for every Linear
@@ -337,7 +335,7 @@ def _check_kept_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
             continue
         module = name.removesuffix(WEIGHT)
         leaf, kind = module.rpartition(".")[2], recipe.kind_of(module)
-        if is_ignored(module):
+        if is_ignored(module) or is_embedding.get(name):
             continue
         if kind != "embedding" and (target := _target_of(module, targets)):
             detail = f"it is not quantized, the record's target {target!r} is for it"

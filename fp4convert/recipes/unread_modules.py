@@ -11,6 +11,7 @@ from typing import NamedTuple
 from fp4convert.numerics.formats import Format
 from fp4convert.recipes.patterns import configs_in, sift
 from fp4convert.recipes.recipe import Recipe
+from fp4convert.storage.safetensors import WEIGHT
 
 # Codes of findings.
 EMBEDDING, TIED_HEAD, PLAIN = "embedding-quantized", "tied-head-quantized", "plain-quantized"
@@ -28,26 +29,32 @@ class Unread(NamedTuple):
 
 
 def find_unread_modules(
-    shapes: Mapping[str, tuple[int, ...]],
-    formats: Mapping[str, Format],
+    quantized: Mapping[str, tuple[tuple[int, ...], Format]],
     recipe: Recipe,
     config: Mapping[str, object],
     holds_embeddings: bool,
+    is_embedding: Mapping[str, bool],
 ) -> list[Unread]:
     """Find embeddings, tied heads, and layers that an engine builds plain.
 
-    shapes            of all quantized modules
-    formats           of these modules; embeddings and heads of int4 are left to engines
+    quantized         shapes and formats; embeddings and heads of int4 are left to engines
     recipe            of the artifact's dialect
     holds_embeddings  as the dialect's traits say
+    is_embedding      as the model's class has weights; of others the recipe's patterns decide
     """
     found = []
-    coded = {module: fmt.is_fp4 for module, fmt in formats.items() if fmt.is_fp4 or fmt.is_fp8}
-    for module in sift(recipe.kept_patterns, shapes):
-        rule = recipe.rule_on(module, shapes[module])
+    coded = {
+        module: fmt.is_fp4 for module, (_, fmt) in quantized.items() if fmt.is_fp4 or fmt.is_fp8
+    }
+    named = set(sift(recipe.kept_patterns, quantized))
+    for module, (shape, _) in quantized.items():
+        rule = recipe.rule_on(module, shape) if module in named else None
+        is_table = bool(rule and rule.is_table(module))
         if rule and rule.kind == PLAIN_KIND:
             found.append(Unread(module, PLAIN, rule.reason))
-        elif rule and rule.is_table(module) and module in coded and not holds_embeddings:
+        elif module not in coded or holds_embeddings:
+            continue
+        elif is_embedding.get(module + WEIGHT, is_table):
             what = f"an embedding, which no engine of dialect {recipe.target.dialect} reads in"
             found.append(Unread(module, EMBEDDING, f"{what} {WORDS[coded[module]]} bits"))
     if any(one.get("tie_word_embeddings") for one in configs_in(config)):

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine_contents import contents
 from paths import ROOT
 
+from fp4convert.checkpoint.class_table import types_inside
 from fp4convert.engines.files import LoadedClasses, parse_engine, read_engine
+from fp4convert.engines.rows import Contents
 from fp4convert.engines.verdicts import judge
+from fp4convert.planning.engine_facts import with_model
 
 LOADED = ROOT / "configs" / "engines" / "loaded"
 RESULTS = ROOT / "tests" / "engines" / "judges" / "results" / "classes"
@@ -42,8 +46,19 @@ def test_every_result_is_explained_and_is_in_the_file(engine: str) -> None:
     for row in rows(engine):
         assert bool(row["faults"]) == (row["outcome"] != "exact"), row
         if row["outcome"] in ("exact", "refuses", "wrong"):
-            key = (row["class"], row["dialect"], row["formats"], row["digest"])
+            model = ":".join(filter(None, (row["class"], row.get("inner"))))
+            key = (model, row["dialect"], row["formats"], row["digest"])
             assert (written[key] == "") == (row["outcome"] == "exact"), row
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
+def test_rows_have_the_types_of_models_inside_where_config_json_chooses(engine: str) -> None:
+    judged = (row for row in rows(engine) if row["outcome"] in ("exact", "refuses", "wrong"))
+    inner = {row["class"]: row.get("inner", "") for row in judged}
+    for name, types in inner.items():
+        paths = [word.partition("=")[0] for word in types.split(",")]
+        free = types_inside({"architectures": [name]}).split(",")
+        assert paths == [word.partition("=")[0] for word in free], name
 
 
 def test_what_a_judge_loaded_loads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +87,41 @@ def test_what_a_judge_saw_fail_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert "KeyError: 'x'" in verdict.why
 
 
+def asked(name: str, **config: Any) -> Contents:
+    """An NVFP4 artifact of a class under a config.json."""
+    checkpoint: Any = SimpleNamespace(
+        config={"architectures": [name], **config}, tensors=(), shards=()
+    )
+    return with_model(contents(CT, "nvfp4"), checkpoint)
+
+
+LLAVA, CLIP = "LlavaForConditionalGeneration", {"model_type": "clip_vision_model"}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_a_class_is_loaded_only_with_the_models_inside_that_a_judge_had(engine: str) -> None:
+    def judged(name: str, **config: Any) -> Any:
+        return judge(*_swapped(parse_engine(engine), asked(name, **config)))
+
+    tried = judged(LLAVA, text_config={"model_type": "llama"}, vision_config=CLIP)
+    assert (tried.loads, tried.evidence, tried.name) == (True, "loaded", LLAVA)
+    inside = "(text_config=llama, vision_config=clip_vision_model)"
+    assert tried.words.endswith(f"as a tiny {LLAVA} {inside}")
+    # Old files leave out the type of Llama, the default of this class.
+    assert judged(LLAVA, text_config={"hidden_size": 64}, vision_config=CLIP).loads
+    for text, vision in (("mistral", CLIP), ("llama", {"model_type": "siglip_vision_model"})):
+        other = judged(LLAVA, text_config={"model_type": text}, vision_config=vision)
+        assert (other.loads, other.evidence, other.may_load) == (None, "not-tried", True)
+        assert f"(text_config={text}, vision_config={vision['model_type']})" in other.why
+
+
+def test_types_inside_decide_nothing_where_the_class_has_its_own() -> None:
+    # Qwen3-VL's text and vision models are of the class, whatever config.json says of their types.
+    for text in ("qwen3_vl_text", "llama"):
+        given = asked("Qwen3VLForConditionalGeneration", text_config={"model_type": text})
+        assert judge(*_swapped(parse_engine("vllm"), given)).evidence == "loaded"
+
+
 def test_what_was_read_is_said_to_be_read() -> None:
     engine, version = parse_engine("tensorrt-llm")
     verdict = judge(engine, contents("modelopt", "nvfp4 w4a4", **LLAMA), version)
@@ -94,4 +144,4 @@ def _swapped(asked: tuple[Any, Any], given: Any) -> tuple[Any, Any, Any]:
 
 
 def test_files_are_small() -> None:
-    assert sum(file.stat().st_size for file in Path(LOADED).glob("*.toml")) < 120_000
+    assert sum(file.stat().st_size for file in Path(LOADED).glob("*.toml")) < 135_000

@@ -31,6 +31,7 @@ KEPT_BY_COMFY = (  # prefixes: comfy/supported_models.py
     *("text_model.encoder.layers.0.self_attn.k_proj", "transformer.resblocks.0.mlp.c_proj"),
     *("model.encoder.layers.0.mixer.Wqkv", "encoder.mid_block.attentions.0.to_k"),
 )
+FOLDING = "confidence_head.folding_trunk.layers.0.pair_transition.mlp.down_proj"
 MADE_FOR_COMFY = (
     *("model.diffusion_model.double_blocks.0.img_attn.qkv",),
     *("model.diffusion_model.input_blocks.4.1.transformer_blocks.0.attn1.to_q",),
@@ -152,6 +153,35 @@ def test_linear_layers_that_embed_are_no_embeddings(name: str, tmp_path: Path) -
     assert made.code == 0
     assert made.json["warnings"] == []
     assert run("inspect", tmp_path / "q", "--for", "vllm").code == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "layer", "is_embedding"),
+    [  # an nn.Embedding whose name no pattern knows; an nn.Linear, where "*.embed" names embeddings
+        ("EomtForUniversalSegmentation", "query", "layers.0.attention.q_proj", True),
+        ("EsmFold2Model", "msa_encoder.embed", FOLDING, False),
+    ],
+)
+def test_the_class_decides_what_is_an_embedding(
+    model: str, name: str, layer: str, is_embedding: bool, tmp_path: Path
+) -> None:
+    tensors = {f"{one}.weight": weight(at, rows=64) for at, one in enumerate((name, layer))}
+    sizes = dict.fromkeys(("hidden_size", "image_size", "patch_size", "num_queries"), 64)
+    source = write_single(tmp_path / "m", tensors, {"architectures": [model], **sizes})
+    asked = ("quantize", source, "--format", "nvfp4", *include(name), "--json")
+    made = run(*asked, "-o", tmp_path / "q")
+    assert made.code == 0, made.err
+    told = f"{name} is an embedding, which no engine of dialect"
+    assert (told in " ".join(made.json["warnings"])) is is_embedding
+    assert (told in " ".join(run(*asked, "--dry-run").json["warnings"])) is is_embedding
+    found = run("inspect", tmp_path / "q", "--json").json["findings"]
+    codes = {one["code"] for one in found if one["tensor"] == name}
+    assert ("embedding-quantized" in codes) is is_embedding
+    out = ("--dialect", "modelopt", "-o", tmp_path / "t", "--json")
+    moved = run("transcode", tmp_path / "q", *out)
+    assert moved.code == (2 if is_embedding else 0)
+    if is_embedding:
+        assert moved.json["error"]["code"] == "dialect-module"
 
 
 def test_an_untied_head_goes_where_an_engine_reads_it(tmp_path: Path) -> None:

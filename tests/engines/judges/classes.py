@@ -282,6 +282,7 @@ def record_of(name: str, artifact: Path) -> dict[str, str]:
 
     contents = artifact_contents(open_artifact(str(artifact)), ())
     said = {"class": name, "dialect": contents.dialect, "formats": contents.formats}
+    said |= {"inner": contents.inner} if contents.inner else {}
     return {**said, "digest": digest_of(artifact)}
 
 

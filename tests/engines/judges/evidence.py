@@ -3,8 +3,9 @@
     python tests/engines/judges/evidence.py
 
 A row is a class, dialect, formats with the bits of activations, and the digest of the artifact that
-was loaded; behind it stands what the engine said where it did not hold every value. Rows are those
-of results/classes, and of the families of the same version.
+was loaded; behind it stands what the engine said where it did not hold every value. Behind a class
+that holds models of any type stand the types that its artifact's config.json has. Rows are those of
+results/classes, and of the families of the same version.
 The test is tests/engines/test_evidence.py.
 """
 
@@ -32,7 +33,8 @@ def rows_of(pages: list[dict[str, Any]]) -> dict[tuple[str, str, str], tuple[str
     for page in pages:
         for row in page["rows"]:
             if row["outcome"] in JUDGED and "formats" in row:
-                key = row["class"], row["dialect"], row["formats"]
+                model = ":".join(filter(None, (row["class"], row.get("inner"))))
+                key = model, row["dialect"], row["formats"]
                 found[key][row["outcome"] == "exact"] = row["digest"], reason(row)
     return {key: next(iter(both.values())) for key, both in found.items() if len(both) == 1}
 
@@ -54,7 +56,7 @@ def text_of(engine: str) -> str:
     return "\n".join(
         [
             "# Made by tests/engines/judges/evidence.py; do not edit.",
-            "# CLASS DIALECT FORMATS/ACTIVATIONS DIGEST, and what it did instead of loading.",
+            "# CLASS[:TYPES INSIDE] DIALECT FORMATS/ACTIVATIONS DIGEST, and what it did instead.",
             f'source = "{page["engine"]} {page["version"]}, its own loader, on a CPU"',
             f'version = "{VERSIONS[engine]}"',
             "rows = '''",
