@@ -127,8 +127,8 @@ def quantize(
     self_generate: As --text, with so many sequences that the model writes.
     lora: Merge this LoRA adapter, a folder or ORG/NAME, and round so that it stays.
     lora_scale: With --lora: multiplies the adapter's own scale. Default: 1.
-    scale_rule: nvfp4: mse (default), amax, four-over-six, importance; mxfp4: mse (default), floor,
-        even, ceil, importance; fp8: amax (default), mse; mxfp8: mse (default), floor, even, ceil.
+    scale_rule: nvfp4: mse (default), amax, four-over-six, importance; mxfp4: even (default), floor,
+        ceil, mse, importance; fp8: amax (default), mse; mxfp8: mse (default), floor, even, ceil.
         With --calibration the default is importance, but for awq.
     input_scale: Activation scales for nvfp4 with --activations 4: one multiplier, or an artifact or
         calibration file that has them. Default: those of --calibration, else 1.0.

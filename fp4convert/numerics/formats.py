@@ -70,7 +70,7 @@ class Format:
 _NVFP4_RULES = ("amax", "mse", "four-over-six", IMPORTANCE)
 _POWERS = ("floor", "even", "ceil", "mse")
 NVFP4 = Format("nvfp4", 16, "fp8_e4m3", _NVFP4_RULES, "mse", has_global_scale=True)
-MXFP4 = Format("mxfp4", 32, "e8m0", (*_POWERS, IMPORTANCE), "mse")
+MXFP4 = Format("mxfp4", 32, "e8m0", (*_POWERS, IMPORTANCE), "even")
 FP8 = Format("fp8", 0, "fp32", ("amax", "mse"), "amax", FP8_CODES)
 MXFP8 = Format("mxfp8", 32, "e8m0", _POWERS, "mse", FP8_CODES)
 INT4 = Format("int4", 0, "bf16", ("amax",), "amax", "int4")
