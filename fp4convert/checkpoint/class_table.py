@@ -92,7 +92,10 @@ def types_inside(config: Mapping[str, object]) -> str:
 
 
 def _types_inside(package: str, name: str, config: object) -> dict[str, str]:
-    """Return types by path of their configs; the class's default where none is said."""
+    """Return types by path of their configs.
+
+    Where a config says none, the class's default counts.
+    """
     config = config if isinstance(config, Mapping) else {}
     types: dict[str, str] = {}
     if (table := _read_family(package, name)) is None:
