@@ -342,7 +342,7 @@ def types_inside(config: Mapping[str, object]) -> str:
 
 
 def _types_inside(package: str, name: str, config: object) -> dict[str, str]:
-    """Return types by path of their configs; the class's default where none is said."""
+    """Return types by the path of their configs, or the defaults of the class."""
     config = config if isinstance(config, Mapping) else {}
     types: dict[str, str] = {}
     for key, model_type, mapping in _read_row(package, name)[0].get("inner", {}).values():
