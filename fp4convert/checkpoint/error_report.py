@@ -16,6 +16,7 @@ from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.formats import CODES
 from fp4convert.storage.checkpoint_files import REPORT
 from fp4convert.storage.json_text import MISSHAPEN
+from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Source
 
 if TYPE_CHECKING:
@@ -44,9 +45,15 @@ def merge_accounts(
 
 
 def report_text(
-    accounts: Mapping[str, Account], taken_over: int, record: Mapping[str, object]
+    accounts: Mapping[str, Account],
+    taken_over: int,
+    record: Mapping[str, object],
+    norms: Mapping[str, bool],
 ) -> str:
-    """Write the report of an artifact with that record, a tensor to a line."""
+    """Write the report of an artifact with that record, a tensor to a line.
+
+    norms  norms that stay: whether they hold zeros alone
+    """
     from fp4convert.numerics.error_sums import summarise, summarise_adapter, summarise_exact
 
     summary: dict[str, Any] = {**summarise((one.name, one.sums) for one in accounts.values())}
@@ -54,7 +61,9 @@ def report_text(
         summary["adapter"] = adapter
     if exact := summarise_exact(accounts.values()):
         summary["fake_quantized"] = exact
-    if zeros := [one.name for one in accounts.values() if not one.sums.signal]:
+    zeros = [one.name for one in accounts.values() if not one.sums.signal]
+    zeros += odd_zeros([name for name in sorted(norms) if norms[name]], len(norms))
+    if zeros:
         summary["zeros"] = {"tensors": len(zeros), "first": zeros[0]}
     head = {
         **{key: record.get(key) for key in HEAD},
@@ -86,6 +95,20 @@ def report_text(
         lines.append("  " + json.dumps(entry, ensure_ascii=False))
     text, tensors = json.dumps(head, ensure_ascii=False, indent=1)[:-2], ",\n".join(lines)
     return f'{text},\n "tensors": [\n{tensors}\n ]\n}}\n'
+
+
+def is_norm(name: str) -> bool:
+    """Return whether a tensor has the name of a norm's weight."""
+    leaf = name.removesuffix(WEIGHT).rpartition(".")[2].lower()
+    return name.endswith(WEIGHT) and ("norm" in leaf or leaf.startswith("ln"))
+
+
+def odd_zeros(zeros: list[str], count: int) -> list[str]:
+    """Return norms of zeros, of so many norms; [] where most are zero.
+
+    Those are added to 1, as in fresh models of Gemma and Qwen3-Next.
+    """
+    return zeros if 2 * len(zeros) <= count else []
 
 
 def shares(histogram: tuple[int, ...]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _losses(result: Result) -> list[str]:
         if not isinstance(fidelity, dict):
             continue
         if zeros := fidelity.get("zeros"):
-            detail = f"matrices{where} of zeros alone: {zeros['tensors']:,}, the first"
+            detail = f"weights{where} of zeros alone: {zeros['tensors']:,}, the first"
             lost.append(f"{detail} {zeros['first']}; is the source whole?")
         least = None if part.get("method") == "gptq" else fidelity.get("sqnr_db_min")
         if isinstance(least, float) and least < LOW_SQNR:

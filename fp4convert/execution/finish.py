@@ -183,7 +183,8 @@ def write_ending(folder: OutputFolder) -> Ending:
     # Write the report; where nothing was rounded, one of an earlier plan goes.
     accounts, taken_over = merge_accounts((done.accounts, done.taken_over) for done in done_records)
     if accounts and record is not None:
-        folder.write_texts({REPORT: report_text(accounts, taken_over, record)})
+        norms = {name: is_zero for done in done_records for name, is_zero in done.norms.items()}
+        folder.write_texts({REPORT: report_text(accounts, taken_over, record, norms)})
         files[REPORT] = folder.hashes[REPORT]
     else:
         folder.remove(REPORT)

@@ -27,11 +27,12 @@ class Fact(NamedTuple):
 
     kind   account: the losses of a module; global_scale: of a scale group with members in other
            shards, which must find the same; taken_over: the module came with codes; saturated: a
-           given global scale is too small for some weights of the module
+           given global scale is too small for some weights of the module; norm: whether a norm
+           that stays holds zeros alone
     about  name of the module or the scale group
     """
 
-    kind: Literal["account", "global_scale", "taken_over", "saturated"]
+    kind: Literal["account", "global_scale", "taken_over", "saturated", "norm"]
     about: str
     value: object = None
 

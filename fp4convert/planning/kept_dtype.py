@@ -17,8 +17,10 @@ from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.floats import FLOATS
+from fp4convert.checkpoint.error_report import is_norm
 from fp4convert.errors import ChoiceError
 from fp4convert.makers.copied import Copied
+from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import FLOAT_TYPES, Format, dtype_named
 from fp4convert.planning.plan import Idle
 from fp4convert.planning.steps import Action, Draft, Step, Task, module_of, spec_of
@@ -116,7 +118,9 @@ def copy_as(
     shape: tuple[int, ...] = (),
 ) -> Draft:
     """Draft the step of stored bytes that are copied, under any name."""
-    step = Step(action, reason, module_of(spec.name), Copied(spec.name, refs), refs, shape)
+    is_watched = is_norm(spec.name) and all(ref.dtype in FLOAT_DTYPES for ref in refs)
+    maker = Copied(spec.name, refs, is_watched)
+    step = Step(action, reason, module_of(spec.name), maker, refs, shape)
     return Draft(step, (spec,))
 
 

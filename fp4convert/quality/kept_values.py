@@ -8,6 +8,7 @@ import numpy as np
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.int4 import find_affine
+from fp4convert.checkpoint.error_report import is_norm, odd_zeros
 from fp4convert.errors import Finding
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.fp8_int import FP8_DTYPES
@@ -53,7 +54,7 @@ def _check_values(
     for ref in refs:
         bad, has_nan = 0, False
         is_matrix = len(ref.shape) == 2 and min(ref.shape) > 1 and ref.name.endswith(WEIGHT)
-        is_zero = is_matrix or _is_norm(ref.name)  # until another number is seen
+        is_zero = is_matrix or is_norm(ref.name)  # until another number is seen
         for part in split_bytes(ref):
             stored = artifact.source.read_range(ref, *part)
             values = np.frombuffer(stored, WITH_NAN[ref.dtype])
@@ -70,16 +71,9 @@ def _check_values(
             if is_fatal:
                 detail += ": a norm, a bias or another vector with NaN makes NaN of what follows"
             yield Finding("error" if is_fatal else "warning", "kept-not-finite", ref.name, detail)
-    # Where most norms are zero they are added to 1, as in fresh models of Gemma and Qwen3-Next.
-    zero_norms, norms = (sum(map(_is_norm, names)) for names in (zeros, artifact.tensors))
-    if named := [name for name in zeros if 2 * zero_norms <= norms or not _is_norm(name)]:
+    norms = odd_zeros([*filter(is_norm, zeros)], sum(map(is_norm, artifact.tensors)))
+    if named := [name for name in zeros if name in norms or not is_norm(name)]:
         yield describe_zeros(named, "kept")
-
-
-def _is_norm(name: str) -> bool:
-    """Return whether a tensor has the name of a norm's weight."""
-    leaf = name.removesuffix(WEIGHT).rpartition(".")[2].lower()
-    return name.endswith(WEIGHT) and ("norm" in leaf or leaf.startswith("ln"))
 
 
 def describe_zeros(names: Sequence[str], kind: str) -> Finding:

@@ -44,6 +44,14 @@ TOWER, IN_MODEL = "vit.layers.12", "model.vision_tower.layers.12"
             "model.layers.4.block_sparse_moe.experts"
             " model.layers.4.block_sparse_moe.experts.0.down_proj",
         ),
+        # vLLM 0.33, models/whisper.py: its model has no name, and layers have that word twice
+        ("whisper", "model.encoder.layers.1.fc2", ".encoder.layers.1.layers.mlp.fc2"),
+        (
+            "whisper",
+            "model.encoder.layers.1.self_attn.q_proj",
+            ".encoder.layers.1.layers.self_attn.q_proj",
+        ),
+        ("whisper", "model.decoder.layers.1.fc2", ""),
         # vLLM's name and SGLang's
         (
             "lfm2_moe",

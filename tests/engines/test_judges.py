@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import weight, write_single
 from engine_contents import without_fused_names
 from families import FAMILIES
 from family import Family
@@ -229,3 +230,58 @@ def _loads_in_sglang(folder: Path) -> bool | None:
 
     (said,) = (each["loads"] for each in inspect(folder)["engines"] if each["engine"] == "sglang")
     return said
+
+
+# Prints which names of a record's list vLLM's own matching keeps, after its class renamed the list.
+VLLM_KEEPS = """
+import json, sys
+from types import SimpleNamespace
+from vllm.model_executor.layers.quantization.compressed_tensors import utils as compressed
+from vllm.model_executor.layers.quantization.modelopt import ModelOptQuantConfigBase as ModelOpt
+from vllm.model_executor.layers.quantization.quark import utils as quark
+from vllm.model_executor.models.whisper import WhisperForConditionalGeneration as Whisper
+dialect, listed, names = json.load(sys.stdin)
+fused, listed = Whisper.packed_modules_mapping, Whisper.hf_to_vllm_mapper.apply_list(listed)
+if dialect == "modelopt":
+    config = SimpleNamespace(exclude_modules=listed, packed_modules_mapping=fused)
+    kept = [name for name in names if ModelOpt.is_layer_excluded(config, name)]
+else:
+    matching = {"quark": quark, "compressed-tensors": compressed}[dialect]
+    kept = [name for name in names if matching.should_ignore_layer(name, listed, fused)]
+print("KEPT", json.dumps(kept))
+"""
+
+
+@needs_engines
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt", "quark"])
+def test_vllm_keeps_the_encoder_of_whisper_by_its_own_matching(
+    dialect: str, tmp_path: Path
+) -> None:
+    """vLLM 0.33, models/whisper.py, make_layers: ".encoder.layers.0" and ".layers" once more."""
+    parts = ("fc1", "fc2", *(f"self_attn.{one}_proj" for one in ("q", "k", "v", "out")))
+    decoder = (*parts, *(f"encoder_attn.{one}_proj" for one in ("q", "k", "v", "out")))
+    names = [f"model.encoder.layers.0.{part}" for part in parts]
+    names += [f"model.decoder.layers.0.{part}" for part in decoder]
+    tensors = {f"{name}.weight": weight(at, 64, 64) for at, name in enumerate(names)}
+    config = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"}
+    fmt = "mxfp4" if dialect == "quark" else "nvfp4"
+    source, out = write_single(tmp_path / "m", tensors, config), tmp_path / "q"
+    fp4convert("quantize", source, "--format", fmt, "--dialect", dialect, "-o", out)
+    record = json.loads((out / "config.json").read_text())["quantization_config"]
+    layers = (".encoder.layers.0.layers.", ".decoder.layers.0.layers.")
+    own = ("mlp.fc1", "mlp.fc2", "self_attn.qkv_proj", "self_attn.out_proj")
+    encoder = [layers[0] + part for part in own]
+    other = [layers[1] + part for part in (*own, "encoder_attn.q_proj", "encoder_attn.kv_proj")]
+    asked = [dialect, record.get("ignore", record.get("exclude")), [*encoder, *other]]
+    (wheel,) = (ROOT / ".venv-engines").glob("vllm-0.33*")
+    said = subprocess.run(
+        [str(PYTHON), "-c", VLLM_KEEPS],
+        input=json.dumps(asked),
+        env={**os.environ, "PYTHONPATH": str(wheel)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (line,) = [line for line in said.stdout.splitlines() if line.startswith("KEPT")]
+    assert json.loads(line.removeprefix("KEPT")) == encoder

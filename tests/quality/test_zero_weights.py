@@ -52,7 +52,7 @@ def told(command: str, folder: Path) -> list[tuple[str, str, str]]:
 def test_a_matrix_of_zeros_is_named(options, tmp_path):
     source, out = write(tmp_path / "m", OUT, HEAD), tmp_path / "q"
     (line,) = [line for line in quantize(source, out, *options)["warnings"] if "zeros" in line]
-    assert line == f"matrices of zeros alone: 1, the first {OUT}; is the source whole?"
+    assert line == f"weights of zeros alone: 1, the first {OUT}; is the source whole?"
     matrix = ("warning", OUT.removesuffix(".weight"), "1")
     assert told("inspect", out) == [matrix]
     # Matrices that stay are read by verify alone.
@@ -69,7 +69,11 @@ def test_a_matrix_that_is_not_zero_is_not_named(tmp_path):
 @pytest.mark.parametrize("zeros", [(NORM,), (NEXT,)])
 def test_a_norm_of_zeros_is_named(zeros, tmp_path):
     out = tmp_path / "q"
-    quantize(write(tmp_path / "m", *zeros), out)
+    made = quantize(write(tmp_path / "m", *zeros), out)
+    assert (
+        f"weights of zeros alone: 1, the first {zeros[0]}; is the source whole?" in made["warnings"]
+    )
+    assert made["fidelity"]["zeros"] == {"tensors": 1, "first": zeros[0]}
     for command in ("inspect", "verify"):
         assert told(command, out) == [("warning", zeros[0].removesuffix(".weight"), "1")]
 
@@ -81,7 +85,7 @@ def test_a_negative_zero_is_a_zero(tmp_path):
     out_proj = dict.fromkeys((OUT, HEAD), head)
     ones = {NEXT: ("BF16", (64,), ONES * 64), DOWN: weight(1, 64, 128)}
     write_single(source, {**out_proj, **ones, NORM: norm}, LLAMA)
-    quantize(source, out)
+    assert quantize(source, out)["fidelity"]["zeros"] == {"tensors": 2, "first": OUT}
     assert told("inspect", out) == [
         ("warning", OUT.removesuffix(".weight"), "1"),
         ("warning", "model.norm", "1"),
@@ -91,5 +95,5 @@ def test_a_negative_zero_is_a_zero(tmp_path):
 def test_norms_that_are_added_to_one_start_from_zeros(tmp_path):
     """As in fresh models of Gemma."""
     out = tmp_path / "q"
-    quantize(write(tmp_path / "m", NORM, NEXT), out)
+    assert "zeros" not in str(quantize(write(tmp_path / "m", NORM, NEXT), out))
     assert told("inspect", out) == told("verify", out) == []
