@@ -148,7 +148,11 @@ def plan_quantize(
         *chain(notes, judge_scales(fed, inputs, scalars.inputs, scalars.calibration)),
         *chain(more, scalars.cache.notes),
         *note_left_behind(
-            linears, tasks, has_scalars, scalars.inputs is UNIT_SCALE, scalars.cache.own
+            linears,
+            tasks,
+            has_scalars,
+            scalars.inputs.otherwise is not None,
+            scalars.cache.own,
         ),
         *note_unchanged(verdicts, recipe),
         *note_unread_verdicts(verdicts, recipe, checkpoint.config, dialect.TRAITS),
