@@ -80,14 +80,14 @@ class InputScales(NamedTuple):
     find         returns the multiplier of a module, or None
     source       of the scalars that `find` reads; None for those of the weights' source
     is_constant  all NVFP4 modules have the same
-    otherwise    of modules that `find` knows nothing of; None: they are refused
+    is_auto      nobody chose the origin: a module that `find` knows nothing of gets 1
     """
 
     origin: str
     find: Callable[[Fed], float | None]
     source: Source | None = None
     is_constant: bool = False
-    otherwise: float | None = None
+    is_auto: bool = False
 
 
 def _find_constant(number: float, fed: Fed) -> float | None:
@@ -116,15 +116,15 @@ def bounded_scales(source: Source, folds: Sequence[FoldRule], linears: Linears) 
         if fed.has_own or not outputs:
             return None
         fmt = fed.form.format
-        typical = min(typical_amax(one.squares, fmt) for one in outputs)
-        found = _fit(max(one.bound for one in outputs), typical, fmt)
+        typical = min(typical_amax(squares, fmt) for _, squares in outputs)
+        found = _fit(max(bound for bound, _ in outputs), typical, fmt)
         return found if SMALLEST <= found <= 1 / SMALLEST else None
 
-    return InputScales("norms and weights", find, otherwise=1.0)
+    return InputScales("norms and weights", find, is_auto=True)
 
 
 # Of a plan without a source.
-UNIT_SCALE = InputScales("", lambda fed: None, otherwise=1.0)
+UNIT_SCALE = InputScales("", lambda fed: None, is_auto=True)
 
 
 def copied_scales(artifact: Artifact, origin: str) -> InputScales:
@@ -290,7 +290,7 @@ def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float]
     source, find = scales.source, scales.find
     values = read_each(source, find, fed) if source else map(find, fed)
     for one, known in zip(fed, values, strict=True):
-        value = scales.otherwise if known is None and not one.has_own else known
+        value = 1.0 if known is None and scales.is_auto and not one.has_own else known
         if value is None:
             missing += [] if one.has_own else [one.module]
             continue
@@ -366,12 +366,12 @@ def _warn_unmeasured(
     fed: Iterable[Fed], shared: Mapping[str, float], scales: InputScales, seen: Calibration | None
 ) -> Iterator[str]:
     """Warn of scales of 1 of modules without statistics, and without a bound."""
-    why, is_default = f"as in {scales.origin}", scales.otherwise is not None
-    if scales.is_constant or is_default:
+    why = f"as in {scales.origin}"
+    if scales.is_constant or scales.is_auto:
         why = "which no calibration or file gives"
     assumed: dict[bool, list[str]] = {True: [], False: []}
     for one in fed:
-        is_measured = (seen and seen.has(one.module)) or (is_default and scales.find(one))
+        is_measured = (seen and seen.has(one.module)) or (scales.is_auto and scales.find(one))
         if shared.get(one.module) == 1.0 and not is_measured:
             assumed[one.form.format.is_fp4].append(one.module)
     for is_fp4, modules in assumed.items():

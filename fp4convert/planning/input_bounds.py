@@ -39,17 +39,8 @@ MOST_EXPERTS = 16  # of a layer
 MARGIN = 4.0  # of a bound, for the rows and experts that are not read
 ACTIVATED = 0.4  # the root mean square of act(g) u over those of g and u, about
 Float64s = NDArray[np.float64]
-
-
-class Outputs(NamedTuple):
-    """Outputs that a linear layer is given.
-
-    bound    of their magnitudes
-    squares  their mean squares under typical inputs, or those of some strips
-    """
-
-    bound: float
-    squares: Float64s
+Outputs = tuple[float, Float64s]
+"""The bound of some outputs, and the mean square of each under typical inputs."""
 
 
 class Affine(NamedTuple):
@@ -82,41 +73,35 @@ def bound_inputs(
     """
     folds, refused = find_folds(rules, source.checkpoint, linears)
     # A norm feeds its readers, whoever else may read it.
-    alike = [*folds, *(one.fold for one in refused if one.fold)]
-    norms = [fold for fold in alike if fold.weight]
+    norms = [fold for fold in (*folds, *(one.fold for one in refused)) if fold and fold.weight]
     reader = _Reader(source, linears)
     found: dict[str, Sequence[Outputs]] = {}
     for fold, norm in zip(norms, read_each(source, reader.read_norm, norms), strict=True):
-        outputs = Outputs(float(norm.bounds.max(initial=0)), norm.squares)
         for linear in fold.readers:
             reader.norms[linear.module] = norm
-            found[linear.module] = (outputs,)
-    groups = _group_experts([fold for fold in folds if fold.name in reader.norms])
-    samples = [_spread(group, MOST_EXPERTS) for group in groups]
-    produced = read_each(source, reader.read_outputs, [one for group in samples for one in group])
-    for group, sample in zip(groups, samples, strict=True):
-        own, produced = produced[: len(sample)], produced[len(sample) :]
-        known = tuple(outputs for outputs in own if outputs)
-        if len(known) == len(own):
+            found[linear.module] = ((float(norm.bounds.max(initial=0)), norm.squares),)
+    # The experts of a layer are one group, whose names are equal down to their number.
+    groups: dict[tuple[str, str], list[Fold]] = defaultdict(list)
+    for fold in folds:
+        if fold.name in reader.norms:
+            end = fold.rule.into.partition("{expert}")[2]
+            expert = fold.name.removesuffix(end).rpartition(".")[0]
+            groups[fold.rule.into, expert if end else fold.name].append(fold)
+    samples = [_sample(group) for group in groups.values()]
+    sampled = [fold for sample in samples for fold in sample]
+    read = iter(read_each(source, reader.read_outputs, sampled))
+    for group, sample in zip(groups.values(), samples, strict=True):
+        outputs = [next(read) for _ in sample]
+        known = tuple(one for one in outputs if one)
+        if len(known) == len(sample):
             found |= {linear.module: known for fold in group for linear in fold.readers}
     return found
 
 
-def _group_experts(folds: Iterable[Fold]) -> list[list[Fold]]:
-    """Gather the experts of a layer; any other fold is alone."""
-    groups: dict[tuple[object, ...], list[Fold]] = defaultdict(list)
-    for fold in folds:
-        end = fold.rule.into.rpartition("{expert}")[2]
-        is_expert = end != fold.rule.into
-        # Down to the expert's number, names of a layer are equal.
-        start = fold.name.removesuffix(end).rpartition(".")[0] if is_expert else fold.name
-        groups[fold.rule, start].append(fold)
-    return list(groups.values())
-
-
-def _spread(group: Sequence[Fold], most: int) -> list[Fold]:
-    count = min(len(group), most)
-    return [group[number * len(group) // count] for number in range(count)]
+def _sample(experts: Sequence[Fold]) -> list[Fold]:
+    """Choose the experts to read, evenly over a layer."""
+    count = min(len(experts), MOST_EXPERTS)
+    return [experts[number * len(experts) // count] for number in range(count)]
 
 
 def _strips_of(rows: int) -> Iterator[tuple[int, int]]:
@@ -171,7 +156,7 @@ class _Reader:
             squares = squares * ACTIVATED**2
         for gate in known[1:]:
             bounds, squares = bounds * gate.bounds, squares * gate.squares
-        return Outputs(float(bounds.max(initial=0)) * MARGIN, squares)
+        return float(bounds.max(initial=0)) * MARGIN, squares
 
     def _read_rows(self, linear: Linear, beside: str) -> Affine | None:
         """Read some rows of a matrix behind its norm.
