@@ -20,10 +20,9 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.dialects.forms import Form
@@ -98,7 +97,7 @@ def _find_constant(number: float, fed: Fed) -> float | None:
 
 
 def bounded_scales(source: Source, folds: Sequence[FoldRule], linears: Linears) -> InputScales:
-    """Bound inputs by norms and weights; 1, NVIDIA's choice, where that cannot be.
+    """Bound inputs by norms and weights; 1 where these do not tell.
 
     They are read when the first scale is asked for.
 
@@ -186,7 +185,7 @@ def measured_scales(calibration: Calibration) -> InputScales:
 
 
 def _fit(reach: float, typical: float, fmt: Format) -> float:
-    """Return the scale that reaches so far, or less for the sake of typical blocks.
+    """Return the scale that reaches so far, or less for typical blocks.
 
     typical  amax of a block; 0 says nothing
     """
@@ -435,28 +434,23 @@ def _find_large(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibrati
 
 
 def _typical_seen(seen: Calibration, fed: Fed) -> float:
-    """Return the amax of a module's median block; without mean squares, the largest."""
-    fmt = fed.form.format
-    if seen.has(fed.module, "input_sq_mean"):
-        return typical_amax(seen.moments(fed.module).astype(np.float64), fmt)
-    return float(np.median(_blocks_of(seen.channel_amax(fed.module), fmt).max(axis=1)))
+    """Return the amax of a module's median block as a calibration saw it."""
+    has_squares = seen.has(fed.module, "input_sq_mean")
+    squares = seen.moments(fed.module) if has_squares else seen.channel_amax(fed.module) ** 2
+    return typical_amax(squares.astype(np.float64), fed.form.format, has_squares)
 
 
-def typical_amax(squares: Float64s, fmt: Format) -> float:
+def typical_amax(squares: Float64s, fmt: Format, is_mean: bool = True) -> float:
     """Estimate the largest input of a median block, over tokens.
 
     Its root mean square lies between that of the block's largest column and the root of the sum of
     all columns' mean squares; the geometric mean of both is exact where one column dominates, and
     6 % too small for 16 equal columns of normal inputs.
 
-    squares  mean of x^2 of each column
+    squares  x^2 of each column: the mean, or without it the largest
     """
-    blocks = _blocks_of(squares, fmt)
-    largest = blocks.max(axis=1)
-    return float(np.median(np.sqrt(np.sqrt(largest * blocks.sum(axis=1)))))
-
-
-def _blocks_of(columns: NDArray[Any], fmt: Format) -> NDArray[Any]:
-    """Arrange numbers of columns by block; zeros fill the last one."""
     size = fmt.block_size if fmt.is_fp4 else 1
-    return np.pad(columns, (0, -len(columns) % size)).reshape(-1, size)
+    blocks = np.pad(squares, (0, -len(squares) % size)).reshape(-1, size)
+    largest = blocks.max(axis=1)
+    sums = blocks.sum(axis=1) if is_mean else largest
+    return float(np.median(np.sqrt(np.sqrt(largest * sums))))
