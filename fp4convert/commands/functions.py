@@ -131,7 +131,7 @@ def quantize(
         ceil, mse, importance; fp8: amax (default), mse; mxfp8: mse (default), floor, even, ceil.
         With --calibration the default is importance, but for awq.
     input_scale: Activation scales for nvfp4 with --activations 4: one multiplier, or an artifact or
-        calibration file that has them. Default: those of --calibration, else 1.0.
+        calibration file that has them. Default: --calibration, else norms and weights.
     global_scale: Take nvfp4's global scales from an artifact or a file; measure none.
     via: Round weights to FP8 first; less accurate, for comparison only. One of: fp8.
     ray: Start one worker on every node of this Ray cluster.

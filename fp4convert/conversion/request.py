@@ -36,7 +36,7 @@ from fp4convert.numerics.formats import (
 )
 from fp4convert.options.arguments import check_keep_dtype, check_word, chosen_adapter
 from fp4convert.options.writing import ACTIVATION_BITS, CACHES, VIAS, QuantizeOptions
-from fp4convert.planning.activation_scales import UNIT_SCALE, choose_scales, measured_scales
+from fp4convert.planning.activation_scales import bounded_scales, choose_scales, measured_scales
 from fp4convert.planning.engine_facts import engine_warnings
 from fp4convert.planning.plan import Plan
 from fp4convert.planning.quantize_plan import Cache, Scalars
@@ -197,7 +197,7 @@ def _understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linea
         from fp4convert.calibration.statistics import check_source
 
         check_source(calibration, source, adapter=key)
-    inputs = measured_scales(calibration) if calibration else UNIT_SCALE
+    inputs = measured_scales(calibration) if calibration else None
     if options.input_scale is not None:
         form = Form(recipe.format, recipe.target.activations)
         inputs = choose_scales(source, form, options.input_scale, key)
@@ -223,6 +223,7 @@ def _understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linea
             from fp4convert.planning.kv_cache_scales import plan_cache
 
             cache = plan_cache(source, linears, recipe, calibration)
+        inputs = inputs or bounded_scales(source, recipe.folds, linears)
         return recipe, linears, Scalars(inputs, calibration, cache, weights)
 
 

@@ -207,7 +207,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         str | float | None,
         Option(
             "Activation scales for nvfp4 with --activations 4: one multiplier, or an artifact"
-            " or calibration file that has them. Default: those of --calibration, else 1.0.",
+            " or calibration file that has them. Default: --calibration, else norms and weights.",
             panel=QUALITY,
             value="<number|path>",
         ),

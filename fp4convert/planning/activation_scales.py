@@ -4,10 +4,12 @@ Engines divide activations by such a scale before they round them. What is large
 cut off, which costs most of a model's quality. A scale that is larger than it must be costs nothing
 as long as the block scales stay normal numbers of E4M3: a scale of 1 is right for blocks of NVFP4
 whose largest input is from 0.094 to 2688. Smaller blocks lose bits, and below 0.0059 they become 0:
-a model whose inputs are 2^-9 as large has a KL divergence of 3.77 nats with 1 and of 0.0097 with
-measured scales. So nothing writes 1 without a warning. A scale here is a multiplier, amax / 2688
-for NVFP4 and amax / 448 for FP8; dialects spell it as their engines want it.
-Everything is read when a plan is made: scalars of an artifact, or of a calibration file.
+a model whose inputs are 2^-9 as large has a KL divergence of 3.77 nats with 1. So a scale reaches
+beyond the inputs that were seen, or to a bound of them (input_bounds.py), as far as typical blocks
+allow; and nothing writes 1 without a warning. A scale here is a multiplier: 1 reaches 2688 in NVFP4
+and 448 in FP8; dialects spell it as their engines want it.
+Everything is read when a plan is made: scalars of an artifact or a calibration file, norms and some
+rows of the source.
 """
 
 from __future__ import annotations
@@ -37,12 +39,17 @@ from fp4convert.numerics.formats import (
 from fp4convert.progress import count_text
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import ScaleGroup
+from fp4convert.recipes.rules import FoldRule
 from fp4convert.storage.source import Source, read_each, refusing
 
 if TYPE_CHECKING:
     from fp4convert.calibration.statistics import Calibration
+    from fp4convert.checkpoint.linears import Linears
+    from fp4convert.planning.input_bounds import Float64s, Outputs
 
 SMALLEST = 2.0**-100  # it and its inverse are far inside float32
+HEADROOM = 8.0  # of a scale above the largest input seen
+ROOM = 8.0  # between a typical block and the least one that is rounded well
 OPTION = "--input-scale"
 SLACK = 1e-6  # of a float32 beside the float64 that it was rounded from
 MEASURE = (
@@ -70,14 +77,16 @@ class InputScales(NamedTuple):
 
     origin       its name for people
     find         returns the multiplier of a module, or None
-    source       of the scalars that `find` reads; None where it reads nothing
+    source       of the scalars that `find` reads; None for those of the weights' source
     is_constant  all NVFP4 modules have the same
+    is_auto      nobody chose the origin: a module that `find` knows nothing of gets 1
     """
 
     origin: str
     find: Callable[[Fed], float | None]
     source: Source | None = None
     is_constant: bool = False
+    is_auto: bool = False
 
 
 def _find_constant(number: float, fed: Fed) -> float | None:
@@ -87,8 +96,34 @@ def _find_constant(number: float, fed: Fed) -> float | None:
     return None if fed.has_own else 1.0
 
 
-# NVIDIA writes these without a calibration.
-UNIT_SCALE = InputScales(f"{OPTION} 1", partial(_find_constant, 1.0), is_constant=True)
+def bounded_scales(source: Source, folds: Sequence[FoldRule], linears: Linears) -> InputScales:
+    """Bound inputs by norms and weights; 1 where these do not tell.
+
+    They are read when the first scale is asked for.
+
+    folds  rules of the recipe, which say what reads what
+    """
+
+    @cache
+    def read_bounds() -> Mapping[str, Sequence[Outputs]]:
+        from fp4convert.planning.input_bounds import bound_inputs
+
+        return bound_inputs(source, folds, linears)
+
+    def find(fed: Fed) -> float | None:
+        outputs = read_bounds().get(fed.module)
+        if fed.has_own or not outputs:
+            return None
+        fmt = fed.form.format
+        typical = min(typical_amax(squares, fmt) for _, squares in outputs)
+        found = _fit(max(bound for bound, _ in outputs), typical, fmt)
+        return found if SMALLEST <= found <= 1 / SMALLEST else None
+
+    return InputScales("norms and weights", find, is_auto=True)
+
+
+# Of a plan without a source.
+UNIT_SCALE = InputScales("", lambda fed: None, is_auto=True)
 
 
 def copied_scales(artifact: Artifact, origin: str) -> InputScales:
@@ -124,7 +159,7 @@ def copied_scales(artifact: Artifact, origin: str) -> InputScales:
 
 
 def measured_scales(calibration: Calibration) -> InputScales:
-    """Fit the largest inputs that a calibration saw."""
+    """Reach beyond the largest inputs that a calibration saw."""
     from fp4convert.calibration.statistics import check_inputs
 
     def find(fed: Fed) -> float | None:
@@ -142,9 +177,20 @@ def measured_scales(calibration: Calibration) -> InputScales:
                 f" {exclude_option(fed.module)}"
             )
             raise InputError("input-scale-zero", detail, next_step, fed.module)
-        return amax / range_of(fed.form.format)
+        fmt = fed.form.format
+        reach = _fit(amax * HEADROOM, _typical_seen(calibration, fed), fmt)
+        return max(amax / range_of(fmt), reach)
 
     return InputScales(str(calibration.path), find)
+
+
+def _fit(reach: float, typical: float, fmt: Format) -> float:
+    """Return the scale that reaches so far, or less for typical blocks.
+
+    typical  amax of a block; 0 says nothing
+    """
+    most = typical / (floor_of(fmt) * ROOM) if typical else math.inf
+    return min(reach / range_of(fmt), most)
 
 
 def range_of(fmt: Format) -> float:
@@ -242,7 +288,8 @@ def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float]
     missing: list[str] = []
     source, find = scales.source, scales.find
     values = read_each(source, find, fed) if source else map(find, fed)
-    for one, value in zip(fed, values, strict=True):
+    for one, known in zip(fed, values, strict=True):
+        value = 1.0 if known is None and scales.is_auto and not one.has_own else known
         if value is None:
             missing += [] if one.has_own else [one.module]
             continue
@@ -317,13 +364,14 @@ def describe_unit(is_fp4: bool) -> str:
 def _warn_unmeasured(
     fed: Iterable[Fed], shared: Mapping[str, float], scales: InputScales, seen: Calibration | None
 ) -> Iterator[str]:
-    """Warn of scales of 1 of modules without statistics."""
+    """Warn of scales of 1 of modules without statistics, and without a bound."""
     why = f"as in {scales.origin}"
-    if scales.is_constant:
+    if scales.is_constant or scales.is_auto:
         why = "which no calibration or file gives"
     assumed: dict[bool, list[str]] = {True: [], False: []}
     for one in fed:
-        if shared.get(one.module) == 1.0 and not (seen and seen.has(one.module)):
+        is_measured = (seen and seen.has(one.module)) or (scales.is_auto and scales.find(one))
+        if shared.get(one.module) == 1.0 and not is_measured:
             assumed[one.form.format.is_fp4].append(one.module)
     for is_fp4, modules in assumed.items():
         if modules:
@@ -370,7 +418,7 @@ def _find_large(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibrati
             continue
         if chosen <= seen.amax(one.module) / range_of(fmt) * (1 + SLACK):
             continue
-        floor, typical = chosen * floor_of(fmt), _typical_amax(seen, one)
+        floor, typical = chosen * floor_of(fmt), _typical_seen(seen, one)
         if typical < floor:
             lost.append((typical / floor, one.module, floor, typical))
     if not lost:
@@ -385,17 +433,24 @@ def _find_large(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibrati
     return [f"{detail}; leave {OPTION} out: the calibration gives each module its own"]
 
 
-def _typical_amax(seen: Calibration, fed: Fed) -> float:
-    """Estimate the largest input of a module's median block, over tokens.
+def _typical_seen(seen: Calibration, fed: Fed) -> float:
+    """Return the amax of a module's median block as a calibration saw it."""
+    has_squares = seen.has(fed.module, "input_sq_mean")
+    squares = seen.moments(fed.module) if has_squares else seen.channel_amax(fed.module) ** 2
+    return typical_amax(squares.astype(np.float64), fed.form.format, has_squares)
+
+
+def typical_amax(squares: Float64s, fmt: Format, is_mean: bool = True) -> float:
+    """Estimate the largest input of a median block, over tokens.
 
     Its root mean square lies between that of the block's largest column and the root of the sum of
     all columns' mean squares; the geometric mean of both is exact where one column dominates, and
-    6 % too small for 16 equal columns of normal inputs. Without mean squares: the largest seen.
+    6 % too small for 16 equal columns of normal inputs.
+
+    squares  x^2 of each column: the mean, or without it the largest
     """
-    has_squares = seen.has(fed.module, "input_sq_mean")
-    squares = seen.moments(fed.module) if has_squares else seen.channel_amax(fed.module) ** 2
-    size = fed.form.format.block_size if fed.form.format.is_fp4 else 1
-    blocks = np.pad(squares.astype(np.float64), (0, -len(squares) % size)).reshape(-1, size)
+    size = fmt.block_size if fmt.is_fp4 else 1
+    blocks = np.pad(squares, (0, -len(squares) % size)).reshape(-1, size)
     largest = blocks.max(axis=1)
-    sums = blocks.sum(axis=1) if has_squares else largest
-    return float(np.median((largest * sums) ** 0.25))
+    sums = blocks.sum(axis=1) if is_mean else largest
+    return float(np.median(np.sqrt(np.sqrt(largest * sums))))

@@ -100,19 +100,19 @@ def note_stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> Iterator[s
 
 
 def note_left_behind(
-    linears: Linears, tasks: Iterable[Task], is_written: bool, is_unit: bool, taken: Collection[str]
+    linears: Linears, tasks: Iterable[Task], is_written: bool, is_auto: bool, taken: Collection[str]
 ) -> Iterator[str]:
     """Name scales that only the engine of a packed source uses.
 
     is_written  the plan writes scales of activations or of a cache
-    is_unit     the scales of activations are 1; others replace the source's own
+    is_auto     nobody chose scales of activations; chosen ones replace the source's own
     taken       scales of a KV cache that are taken over
     """
     stays = [
         step for task in tasks for step in task.steps if step.action == "copy" and step.is_made
     ]
     kept = {ref.name for step in stays for ref in step.outputs}
-    is_given = is_written and not is_unit
+    is_given = is_written and not is_auto
     idle = [
         ref.name
         for linear in linears.of.values()

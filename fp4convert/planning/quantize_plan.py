@@ -147,9 +147,7 @@ def plan_quantize(
         *of_other_types(tasks),
         *chain(notes, judge_scales(fed, inputs, scalars.inputs, scalars.calibration)),
         *chain(more, scalars.cache.notes),
-        *note_left_behind(
-            linears, tasks, has_scalars, scalars.inputs is UNIT_SCALE, scalars.cache.own
-        ),
+        *note_left_behind(linears, tasks, has_scalars, scalars.inputs.is_auto, scalars.cache.own),
         *note_unchanged(verdicts, recipe),
         *note_unread_verdicts(verdicts, recipe, checkpoint.config, dialect.TRAITS, linears.judged),
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),

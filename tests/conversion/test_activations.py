@@ -145,7 +145,7 @@ def test_an_inverted_input_scale_is_rounded_once():
 @pytest.mark.parametrize(
     ("options", "multiplier", "divisor"),
     [
-        ((), b"\0\0\x80\x3f", b"\0\0\x80\x3f"),
+        (("--input-scale", "1"), b"\0\0\x80\x3f", b"\0\0\x80\x3f"),
         (("--input-scale", "0.5"), b"\0\0\0\x3f", b"\0\0\0\x40"),
         (("--input-scale", "3"), b"\0\0\x40\x40", b"\xab\xaa\xaa\x3e"),
     ],

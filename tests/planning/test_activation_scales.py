@@ -240,7 +240,7 @@ def test_a_changed_scale_changes_the_key_of_its_shard_alone(source, tmp_path):
 
 @pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
 def test_a_calibration_gives_the_largest_input_of_each_group(dialect, source, tmp_path):
-    """amax / 2688 and its reciprocal, each one rounding of float32 arithmetic by NumPy."""
+    """8 amax / 2688 and its reciprocal, each one rounding of float32 arithmetic by NumPy."""
     file = calibrate(source, tmp_path / "c.safetensors", AMAX)
     found = input_scales(
         quantized(source, tmp_path / "out", dialect, "--input-scale", file), dialect
@@ -250,9 +250,9 @@ def test_a_calibration_gives_the_largest_input_of_each_group(dialect, source, tm
     }
     wide = {module: np.float32(value) for module, value in largest.items()}
     if dialect == "modelopt":
-        assert found == {module: value / np.float32(2688) for module, value in wide.items()}
+        assert found == {module: 8 * value / np.float32(2688) for module, value in wide.items()}
     else:
-        assert found == {module: np.float32(2688) / value for module, value in wide.items()}
+        assert found == {module: np.float32(2688) / (8 * value) for module, value in wide.items()}
 
 
 def test_layers_that_share_an_input_share_its_statistics(source, tmp_path):
@@ -264,7 +264,7 @@ def test_layers_that_share_an_input_share_its_statistics(source, tmp_path):
         quantized(source, tmp_path / "out", "modelopt", "--input-scale", file), "modelopt"
     )
     assert {found[module] for module in GROUPS[0]} == {
-        np.float32(AMAX[GROUPS[0][0]]) / np.float32(2688)
+        8 * np.float32(AMAX[GROUPS[0][0]]) / np.float32(2688)
     }
 
 
@@ -288,20 +288,22 @@ def test_a_calibration_that_does_not_fit_is_refused(source, tmp_path):
 
 
 def test_eight_bit_modules_have_static_scales_too(source, tmp_path):
-    """modelopt: 1 without a calibration, amax / 448 with one; beside NVFP4 modules, whatever their
-    own activations are.
+    """modelopt: 8 amax / 448 of a calibration; beside NVFP4 modules, whatever their own activations
+    are. Without one that of q, k and v is 8 max |w| / 448 of their norm, and others have 1.
     """
     recipe = ("--recipe", eight_bit_recipe(tmp_path))
     plain = input_scales(quantized(source, tmp_path / "one", "modelopt", *recipe), "modelopt")
-    assert plain == dict.fromkeys(MODULES, 1.0)
+    norm = values_of(read_folder(source)[f"{LAYER}.input_layernorm.weight"])
+    of_norm = np.float32(8 * np.abs(norm).max() / 448)
+    assert plain == dict.fromkeys(MODULES, 1.0) | dict.fromkeys(GROUPS[0], of_norm)
     file = calibrate(source, tmp_path / "c.safetensors", AMAX)
     found = input_scales(
         quantized(source, tmp_path / "two", "modelopt", *recipe, "--input-scale", file), "modelopt"
     )
     largest = np.float32(max(AMAX[module] for module in GROUPS[0]))
-    assert [found[module] for module in GROUPS[0]] == [largest / np.float32(448)] * 3
-    assert found[ALONE[0]] == np.float32(AMAX[ALONE[0]]) / np.float32(448)
-    assert found[ALONE[1]] == np.float32(AMAX[ALONE[1]]) / np.float32(2688)
+    assert [found[module] for module in GROUPS[0]] == [8 * largest / np.float32(448)] * 3
+    assert found[ALONE[0]] == 8 * np.float32(AMAX[ALONE[0]]) / np.float32(448)
+    assert found[ALONE[1]] == 8 * np.float32(AMAX[ALONE[1]]) / np.float32(2688)
     copied = input_scales(
         quantized(
             source, tmp_path / "three", "modelopt", *recipe, "--input-scale", tmp_path / "two"
@@ -329,7 +331,7 @@ def test_a_scale_that_the_source_has_stays_unless_a_file_says_another(tmp_path):
     found = input_scales(
         quantized(source, tmp_path / "b", "modelopt", *recipe, "--input-scale", file), "modelopt"
     )
-    assert found[o_proj] == np.float32(AMAX[o_proj]) / np.float32(448)
+    assert found[o_proj] == 8 * np.float32(AMAX[o_proj]) / np.float32(448)
 
 
 def test_an_artifact_on_the_hub(hub, source, tmp_path):
@@ -401,7 +403,7 @@ def test_scales_follow_inputs_under_factors_of_each_experts_own_tokens(tmp_path)
     before, after = (values_of(read_folder(folder)[norm]) for folder in (source, out))
     assert not np.array_equal(before, after), "otherwise this tests nothing"
     for number in range(2):
-        expected = (channels[f"{MOE}.experts.{number}.w1"] / (before / after)).max() / 2688
+        expected = 8 * (channels[f"{MOE}.experts.{number}.w1"] / (before / after)).max() / 2688
         for leaf in ("w1", "w3"):
             assert scales[f"{MOE}.experts.{number}.{leaf}"] == pytest.approx(expected, rel=1e-6)
 
@@ -430,7 +432,7 @@ def test_a_calibration_gives_them_unless_another_option_does(bits, source, tmp_p
         module: max(AMAX[each] for each in group) for group in GROUPS for module in group
     }
     assert input_scales(tmp_path / "a", "modelopt") == {
-        key: np.float32(value) / np.float32(2688) for key, value in largest.items()
+        key: 8 * np.float32(value) / np.float32(2688) for key, value in largest.items()
     }
     done = run("quantize", source, *options, "--input-scale", 0.001, "-o", tmp_path / "b")
     assert set(input_scales(tmp_path / "b", "modelopt").values()) == {float(np.float32(0.001))}

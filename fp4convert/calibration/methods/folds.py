@@ -95,10 +95,14 @@ FindFactors = Callable[[Fold, Source], Factors]
 
 
 class Refusal(NamedTuple):
-    """A place that a rule speaks of and that is not used, and why."""
+    """A place that a rule speaks of and that is not used, and why.
+
+    fold  all that a rule says of it holds, but a matrix that no rule names may read it, too
+    """
 
     name: str
     why: str
+    fold: Fold | None = None
 
 
 def find_folds(
@@ -117,10 +121,13 @@ def find_folds(
             if not any(places.values()):
                 continue  # a layer of another kind, whose own rule speaks of it
             fold = finder.judge(rule, name, places)
-            if isinstance(fold, Fold):
-                folds[name].append(fold)
-            else:
+            if isinstance(fold, str):
                 refused.append(Refusal(name, fold))
+            elif stranger := finder.find_stranger(name):
+                why = f"the recipe does not list {stranger}, which may read it too"
+                refused.append(Refusal(name, why, fold))
+            else:
+                folds[name].append(fold)
     for name, own in folds.items():
         if len(own) > 1:
             refused.append(Refusal(name, "two rules name it"))
@@ -260,14 +267,16 @@ class _PlaceFinder:
                     found[maker][place].append(name)
         return found
 
+    def find_stranger(self, name: str) -> str | None:
+        """Return a matrix of a module's layer that no rule names."""
+        layers = (layer for layer in self._strange if name.startswith(f"{layer}."))
+        return next((self._strange[layer][0] for layer in layers), None)
+
     def judge(self, rule: FoldRule, name: str, places: Mapping[str, list[str]]) -> Fold | str:
         """Return the fold with its heads, or why it cannot be one."""
         for place, modules in places.items():
             if not modules and place not in rule.may_lack:
                 return f"{place} is not there"
-        for layer, strangers in self._strange.items():
-            if name.startswith(f"{layer}."):
-                return f"the recipe does not list {strangers[0]}, which may read it too"
         fold = self.fold(rule, name, places)
         if isinstance(fold, str):
             return fold
