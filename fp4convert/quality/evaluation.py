@@ -10,6 +10,7 @@ import math
 import tomllib
 from bisect import bisect
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
@@ -23,6 +24,7 @@ from fp4convert.checkpoint.artifact import is_artifact, read_artifact, read_clue
 from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.formats import NVFP4
 from fp4convert.quality.checks import is_healthy
+from fp4convert.recipes.options import one_of
 from fp4convert.storage.gguf import BLOCK_TYPES, shape_in_weights
 from fp4convert.storage.json_text import parse_json_object, read_text_file
 from fp4convert.storage.source import Source
@@ -144,9 +146,11 @@ class Baseline(NamedTuple):
     def check_text(self, sha256: str, windows: int) -> None:
         """Raise InputError for another text, or other windows of it."""
         if (sha256, windows) != (self.text_sha256, len(self.windows)):
-            detail = f"{self.path} is of another text or other windows: it has the text"
-            detail += f" {self.text_sha256[:16]} in {len(self.windows)} windows"
-            detail += f"; expected {sha256[:16]} in {windows}"
+            found, wanted = (
+                f"{text[:16]} in {count} windows"
+                for text, count in ((self.text_sha256, len(self.windows)), (sha256, windows))
+            )
+            detail = f"{self.path} is of another text or other windows: {found}; expected {wanted}"
             raise InputError("bad-baseline", detail)
 
     def compare(self, windows: NDArray[np.float64]) -> dict[str, float | None]:
@@ -192,21 +196,17 @@ class EvaluationGate(NamedTuple):
         """Return it with numbers as such; InputError for a limit that is none."""
         max_kl = self.max_kl
         if isinstance(max_kl, str) and max_kl not in LIMITS:
-            try:
+            with suppress(ValueError):
                 max_kl = float(max_kl)
-            except ValueError:
-                detail = f"--max-kl {max_kl!r} is no limit; expected a number, usual or damage"
-                raise InputError("bad-gate", detail, "Correct it, or leave it out.") from None
-        for option, value, most in (
-            ("--max-kl", max_kl, math.inf),
-            ("--min-top1", self.min_top1, 1.0),
-            ("--max-ppl-ratio", self.max_ppl_ratio, math.inf),
+        for option, value, most, expected in (
+            ("--max-kl", max_kl, math.inf, f"a number of 0 or more, {one_of(LIMITS)}"),
+            ("--min-top1", self.min_top1, 1.0, "a number from 0 to 1"),
+            ("--max-ppl-ratio", self.max_ppl_ratio, math.inf, "a number of 0 or more"),
         ):
-            if value is None or isinstance(value, str):
+            if value is None or value in LIMITS:
                 continue
-            if not (0 <= value <= most and math.isfinite(value)):
-                expected = "a number of 0 or more" if most == math.inf else "a number from 0 to 1"
-                detail = f"{option} {value:g} is no limit; expected {expected}"
+            if isinstance(value, str) or not (0 <= value <= most and math.isfinite(value)):
+                detail = f"{option} {value} is no limit; expected {expected}"
                 raise InputError("bad-gate", detail, f"Correct it, or leave {option} out.")
         return self._replace(max_kl=max_kl)
 
@@ -231,11 +231,10 @@ class Evaluated:
 
     tokens   predicted tokens, over which all figures are
     windows  pieces of text that are read separately
-    kl       KL(source || artifact) of a token in nats: mean, se (standard error of the mean over
-             windows, None for one), p999 (the 99.9th percentile), max, windows (the mean of each)
+    kl       KL(source || artifact) of a token in nats: mean, se (its standard error over windows,
+             None for one), p999 (the 99.9th percentile), max, windows (the mean of each)
     top1     share of tokens with the same likeliest prediction
-    flips    share of tokens with another one, of those the source was sure of; their number; the
-             least probability that makes it sure
+    flips    share of tokens with another one, of those that the source gave `threshold` or more
     ppl      perplexity of source and artifact
     grade    beside `usual`, the UsualLoss of such an artifact, if any
     activations, kv_cache  of the artifact's run: 16 or 4; "fp8", "nvfp4", None
