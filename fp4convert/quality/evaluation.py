@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from bisect import bisect
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -98,8 +98,8 @@ def interpolate(kind: tuple[str, int, str], parameters: int) -> UsualLoss | None
     sizes = [row.parameters for row in rows]
     if not rows or not sizes[0] <= parameters * MOST_BEYOND <= sizes[-1] * MOST_BEYOND**2:
         return None
-    at = bisect(sizes, parameters)
-    nearest = rows[max(at - 1, 0)], rows[min(at, len(rows) - 1)]
+    below, above = bisect_right(sizes, parameters) - 1, bisect_left(sizes, parameters)
+    nearest = rows[max(below, 0)], rows[min(above, len(rows) - 1)]
     logs = np.log(sizes)
     return UsualLoss(
         *kind,

@@ -173,6 +173,7 @@ def test_far_from_all_rows_there_is_no_figure(monkeypatch):
     assert interpolate(rtn, 499_999) is interpolate(rtn, 2 * 10**10 + 1) is None
     assert interpolate(("nvfp4", 4, "rtn"), 2 * 10**8).source == "other"
     assert interpolate(rtn, 10**8).source == "small; large"
+    assert interpolate(rtn, 10**6).source == interpolate(rtn, 6 * 10**5).source == "small"
     assert interpolate(("mxfp4", 16, "rtn"), 10**8) is interpolate((*rtn[:2], "awq"), 10**8) is None
 
 
