@@ -7,6 +7,7 @@ is padded.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -364,6 +365,16 @@ def _layers_filled_on_demand(
             handle.remove()
         for path in sorted(filled):
             skeleton.empty(path)
+
+
+def hash_samples(samples: Sequence[Sample]) -> str:
+    """Return the sha256 of the tokens and other inputs of all samples."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        for name, each in {"ids": torch.from_numpy(sample.ids), **sample.inputs}.items():
+            digest.update(f"{name} {each.dtype} {tuple(each.shape)}".encode())
+            digest.update(each.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def save_samples(path: Path, samples: Sequence[Sample]) -> None:

@@ -27,6 +27,7 @@ from fp4convert.calibration.samples import (
     Feed,
     Samples,
     batches_of,
+    hash_samples,
     inputs_of,
     own_shape,
     read_samples,
@@ -60,6 +61,7 @@ class Task:
     held_nbytes  of weights in memory at once while the source writes its text
     tell         gets lines for people
     adapter      that the source is merged with
+    check_text   gets the sha256 and the number of windows before the models run
     """
 
     source: Source
@@ -71,6 +73,7 @@ class Task:
     phases: Phases = field(default_factory=Phases)
     tell: Callable[[str], None] = lambda line: None
     adapter: Adapter | None = None
+    check_text: Callable[[str, int], None] = lambda sha256, windows: None
 
 
 class LayerLoss(NamedTuple):
@@ -88,17 +91,20 @@ class LayerLoss(NamedTuple):
 class Measured(NamedTuple):
     """The predictions of both models for every token with text before it.
 
-    windows  number of windows of text
+    windows  number of predicted tokens in every window of text; tokens are in its order
     kl       KL(source || artifact) of the distributions of the token, in nats
     agrees   whether the likeliest token is the same
+    likeliest  probability that the source gives its likeliest token
     losses   -ln of the probability of the token, by the source and by the artifact
     activations, kv_cache  of the artifact in the run: 4, "fp8"
     """
 
-    windows: int
+    windows: NDArray[np.int64]
     kl: NDArray[np.float64]
     agrees: NDArray[np.bool_]
+    likeliest: NDArray[np.float64]
     losses: tuple[NDArray[np.float64], NDArray[np.float64]]
+    text_sha256: str = ""
     by_layer: tuple[LayerLoss, ...] = ()
     activations: int = 16
     kv_cache: str | None = None
@@ -121,7 +127,9 @@ def compare_models(task: Task) -> Measured:
         task.phases.begin("model")
         models = _open_both(task, folder, device)
         samples = _find_samples(task, models[SOURCE], folder / "source")
-        return _Run(task, models, batches_of(samples), folder).measure(len(samples))
+        sha256 = hash_samples(samples)
+        task.check_text(sha256, len(samples))
+        return _Run(task, models, batches_of(samples), folder).measure(sha256)
 
 
 def check_models(task: Task) -> None:
@@ -221,13 +229,14 @@ class _Run:
     folder: Path
     _lanes: list[_Lane] = field(default_factory=list)
     _found: list[list[NDArray[np.float64]]] = field(default_factory=list)
+    _windows: list[int] = field(default_factory=list)
     _agrees: list[NDArray[np.bool_]] = field(default_factory=list)
-    _losses: list[NDArray[np.float64]] = field(default_factory=list)
+    _others: list[NDArray[np.float64]] = field(default_factory=list)
     _kept: Any = None
     _rounding: Rounding = field(default_factory=Rounding)
     _visited: list[str] = field(default_factory=list)
 
-    def measure(self, windows: int) -> Measured:
+    def measure(self, text_sha256: str) -> Measured:
         """Run both models, a layer of both at a time."""
         layers = tuple(self.models[SOURCE].layers) if self.task.is_by_layer else ()
         self._lanes = list(_lanes_of(layers))
@@ -249,14 +258,16 @@ class _Run:
         ]
         if layers:
             by_layer.append(LayerLoss(AROUND, means[1], means[0]))
-        losses = np.concatenate(self._losses, 1)
+        likeliest, *losses = np.concatenate(self._others, 1)
         kl, agrees = np.concatenate(self._found[ARTIFACT]), np.concatenate(self._agrees)
         rounding = self._rounding
         return Measured(
-            windows,
+            np.array(self._windows),
             kl,
             agrees,
+            likeliest,
             (losses[0], losses[1]),
+            text_sha256,
             tuple(by_layer),
             ACTIVATIONS_FP4 if rounding.linears or rounding.experts else 16,
             None if rounding.cache is None else rounding.kind,
@@ -324,7 +335,7 @@ class _Run:
         if place == SOURCE:
             self._kept = logits
             return
-        rows: list[list[torch.Tensor]] = [[], [], [], []]
+        rows: list[list[torch.Tensor]] = [[], [], [], [], []]
         step = max(1, CHUNK_NBYTES // (8 * logits.shape[-1]))
         for ours, theirs, tokens in zip(self._kept, logits, ids, strict=True):
             for first in range(0, len(tokens), step):
@@ -332,15 +343,16 @@ class _Run:
                 made_of = _compare_logits(ours[part], theirs[part], tokens[part].to(ours.device))
                 for row, values in zip(rows, made_of, strict=True):
                     row.append(values.cpu())
-        kl, agrees, *losses = (torch.cat(row).numpy() for row in rows)
+        kl, agrees, likeliest, *losses = (torch.cat(row).numpy() for row in rows)
         for name, loss in zip(("source", "artifact"), losses, strict=True):
             if not np.isfinite(loss).all():
                 detail = f"the {name} computes NaN or Inf for this text; expected finite logits"
                 raise InputError("evaluate-nan", detail)
         self._found[place].append(np.maximum(kl, 0.0))  # rounding makes it -1e-17
         if place == ARTIFACT:
+            self._windows += [len(tokens) for tokens in ids]
             self._agrees.append(agrees)
-            self._losses.append(np.stack(losses))
+            self._others.append(np.stack([likeliest, *losses]))
 
 
 def _lanes_of(layers: Sequence[str]) -> Iterator[_Lane]:
@@ -361,11 +373,12 @@ def _lanes_of(layers: Sequence[str]) -> Iterator[_Lane]:
 def _compare_logits(
     ours: torch.Tensor, theirs: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Return KL, agreement and both losses of some tokens, in float64.
+    """Return the figures of some tokens, in float64.
 
+    They are KL, agreement, the source's largest probability, and the losses of both.
     ours, theirs  (tokens, vocabulary) logits
     """
     p, q = (torch.log_softmax(logits.double(), -1) for logits in (ours, theirs))
     losses = [-each.gather(1, tokens[:, None])[:, 0] for each in (p, q)]
     agrees = p.argmax(-1) == q.argmax(-1)
-    return kl_of(p, q), agrees, losses[0], losses[1]
+    return kl_of(p, q), agrees, p.amax(-1).exp(), losses[0], losses[1]

@@ -27,6 +27,7 @@ SHOWN = 2  # bytes at the beginning of a block, before the dots
 UNTRIED = {"read": "read only in", "not-tried": "not tried in"}
 MOST_PATTERNS = 24  # of modules that are shown
 MOST_SHOWN, MOST_COMPARED = 5, 10  # tensors
+GRADES = {"worse than usual": "yellow", "damaged": "bold red"}
 MOST_BESIDE = 6  # artifacts beside each other; more are below each other, without their layers
 SIDES = {
     "artifact": "artifact",
@@ -233,7 +234,7 @@ def _draw_predictions(screen: Screen, sides: Document, is_ranked: bool) -> None:
     if not all("predictions" in side for side in sides.values()):
         return
     known = {letter: side["predictions"] for letter, side in sides.items()}
-    rows = [evaluation_rows(each) for each in known.values()]
+    rows = [{**evaluation_rows(each), "grade": each["grade"]} for each in known.values()]
     keys = dict.fromkeys(key for row in rows for key in row)
     table = [(key, *(row.get(key, "-") for row in rows)) for key in keys]
     screen.table(("predictions", *known), table)
@@ -340,7 +341,8 @@ def _kind_row(kind: dict[str, Any], used: list[dict[str, Any]], weights: int) ->
 def draw_evaluation(screen: Screen, found: Document) -> None:
     """Draw the figures of `evaluate`, and the layers that cost most."""
     for key, value in evaluation_rows(found).items():
-        screen.line(f"{key:<16}{value}", hang=16)
+        style = GRADES.get(found["grade"], "") if key == "grade" else ""
+        screen.line(f"{key:<16}{value}", style, hang=16)
     _draw_costs(screen, {"": found})
     draw_findings(screen, found["findings"])
     if found["passed"] is None:

@@ -43,8 +43,13 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     from fp4convert.quality import evaluation
 
     feed = feed_of(options, "evaluate")
-    gate = evaluation.EvaluationGate(options.max_kl, options.min_top1, options.max_ppl_ratio)
-    gate.check()
+    record = as_path(options.baseline)
+    gate = evaluation.EvaluationGate(
+        options.max_kl,
+        options.min_top1,
+        options.max_ppl_ratio,
+        evaluation.read_baseline(record) if record else None,
+    ).checked()
     from fp4convert.calibration import side_by_side
     from fp4convert.planning.tensor_parallel import pad_as_recorded
     from fp4convert.report.html import PAGE, check_page, save_page
@@ -69,7 +74,11 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     shown = open_artifact(os.fspath(options.artifact), options.access()) if page else None
     source = _open_original(options, artifact)
     task = _task(options, source, artifact, feed, phases)
-    found = evaluation.evaluate(side_by_side.compare_models(task), gate)
+    usual = evaluation.find_usual(artifact, task.source)
+    gate = gate.resolved(usual)
+    if gate.baseline:
+        task = replace(task, check_text=gate.baseline.check_text)
+    found = evaluation.evaluate(side_by_side.compare_models(task), gate, usual)
     if page and shown:
         original = pad_as_recorded(shown.record, source)
         options.tell(save_page(page, shown, original, evaluated=found.as_json()))
@@ -106,11 +115,13 @@ def predictions_of(options: CompareOptions, feed: Feed, phases: Phases) -> list[
 
         with named(task.artifact.name):
             measured = side_by_side.compare_models(replace(task, tell=tell))
-        figures = evaluation.evaluate(measured, evaluation.EvaluationGate()).as_json()
+        usual = evaluation.find_usual(task.artifact, task.source)
+        figures = evaluation.evaluate(measured, evaluation.EvaluationGate(), usual).as_json()
         if figures["tokens"] < FEW_TOKENS:
             tell(f"{figures['tokens']} tokens were predicted, too few to rank by")
-        keys = ("kl", "top1", "ppl", "activations", "kv_cache", "tokens", "windows", "by_layer")
-        found.append({**{key: figures[key] for key in keys}, "notes": notes})
+        silent = ("findings", "passed", "baseline")
+        known = {key: value for key, value in figures.items() if key not in silent}
+        found.append({**known, "notes": notes})
     return found
 
 

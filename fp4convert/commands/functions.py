@@ -605,9 +605,10 @@ def evaluate(
     source: Reference,
     lora: Reference | Iterable[Reference] | None = (),
     by_layer: bool = False,
-    max_kl: float | None = None,
+    max_kl: float | str | None = None,
     min_top1: float | None = None,
     max_ppl_ratio: float | None = None,
+    baseline: Reference | None = None,
     card: Reference | None = None,
     report: Reference | None = None,
     sarif: Reference | None = None,
@@ -625,9 +626,12 @@ def evaluate(
     source: The original checkpoint, to compare with.
     lora: The LoRA adapter that --source was merged with, as quantize --lora had it.
     by_layer: Also what each layer costs: two more runs for every layer.
-    max_kl: Fail when the mean KL divergence is above this many nats.
+    max_kl: Fail when the mean KL divergence is above this many nats; usual and damage: above 1.3 or
+        3 times what is usual for this format, method and size.
     min_top1: Fail when the likeliest token is the same less often; 0.95 is 95 %.
     max_ppl_ratio: Fail when perplexity over the source's is above this; 1.02 is 2 % more.
+    baseline: Fail when KL is worse than in this record, an earlier evaluate --json of the same
+        text: above 1.05 times, and by more than two standard errors.
     card: Write the figures into a model card; what else it says stays.
     report: Write an HTML page that shows the quantization error of every layer.
     sarif: Write the findings as SARIF 2.1.0, for code scanning.

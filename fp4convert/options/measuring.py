@@ -179,8 +179,13 @@ class EvaluateOptions(WindowOptions):
     lora: Merged = ()
     by_layer: ByLayer = False
     max_kl: Annotated[
-        float | None,
-        Option("Fail when the mean KL divergence is above this many nats.", panel=QUALITY),
+        float | str | None,
+        Option(
+            "Fail when the mean KL divergence is above this many nats; usual and damage: above 1.3"
+            " or 3 times what is usual for this format, method and size.",
+            panel=QUALITY,
+            value="<nats>|usual|damage",
+        ),
     ] = None
     min_top1: Annotated[
         float | None,
@@ -192,6 +197,14 @@ class EvaluateOptions(WindowOptions):
         float | None,
         Option(
             "Fail when perplexity over the source's is above this; 1.02 is 2 % more.", panel=QUALITY
+        ),
+    ] = None
+    baseline: Annotated[
+        Reference | None,
+        Option(
+            "Fail when KL is worse than in this record, an earlier evaluate --json of the same"
+            " text: above 1.05 times, and by more than two standard errors.",
+            panel=QUALITY,
         ),
     ] = None
     card: Annotated[

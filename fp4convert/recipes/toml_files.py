@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 FAMILIES = Path(__file__).with_name("families.toml")
 DEFAULT = "default"  # the file for every model
+NO_RECIPES = ("usual_losses.toml",)  # of configs/
 # x * w (+ b); x * (1 + w); rows of W; rows of W, repeated for heads
 FOLD_KINDS = ("norm", "norm_plus_one", "linear", "heads")
 # Words of [[format]] beside names of formats: KEEP, and that of --format.
@@ -404,7 +405,8 @@ def _known() -> Mapping[str, Traversable]:
 
     folder = files("fp4convert").joinpath("configs")
     items = {item.name: item for item in folder.iterdir() if item.name.endswith(".toml")}
-    return {name.removesuffix(".toml"): items[name] for name in sorted(items)}
+    names = sorted(items.keys() - set(NO_RECIPES))
+    return {name.removesuffix(".toml"): items[name] for name in names}
 
 
 @cache

@@ -221,6 +221,7 @@ def _rows(sides: Document, is_fair: bool) -> list[tuple[str, list[str], list[int
         known = [side["predictions"] for side in every]
         rank("mean KL, nats", [each["kl"]["mean"] for each in known], ".5f")
         rank("KL, 99.9th percentile", [each["kl"]["p999"] for each in known], ".4f")
+        tell("grade", (each["grade"] for each in known))
         rank("top-1", [each["top1"] for each in known], ".2%", is_most=True)
         rank("perplexity", [each["ppl"]["artifact"] for each in known], ".4f")
         tell("perplexity of the source", (f"{each['ppl']['source']:.4f}" for each in known))

@@ -223,11 +223,21 @@ def count_levels(findings: Sequence[Document]) -> str:
 
 def evaluation_rows(found: Document) -> dict[str, str]:
     """Return the figures of `evaluate` in rows of a word and its text."""
-    kl, ppl = found["kl"], found["ppl"]
+    kl, ppl, flips, usual = found["kl"], found["ppl"], found["flips"], found["usual"]
+    error = "" if kl["se"] is None else f", standard error {kl['se']:.2g}"
+    sure = f"of the {flips['of']:,} tokens of which the source was sure"
+    flipped = "none" if flips["share"] is None else f"{100 * flips['share']:.2f} %"
+    beside = ""
+    if usual:
+        beside = f"; usual are KL {usual['kl']:.3g} and {100 * usual['top1']:.1f} % for"
+        beside += f" {usual['format']} by {usual['method']}, {usual['activations']}-bit"
+        beside += f" activations and {count_text(usual['parameters'], 'parameter')}"
     rows = {
-        "KL divergence": f"{kl['mean']:.5g} nats a token; 99.9 % are below {kl['p999']:.4g}"
-        f", the largest is {kl['max']:.4g}",
+        "grade": f"{found['grade']}{beside}",
+        "KL divergence": f"{kl['mean']:.5g} nats a token{error}; 99.9 % are below"
+        f" {kl['p999']:.4g}, the largest is {kl['max']:.4g}",
         "same top token": f"{100 * found['top1']:.2f} %",
+        "confident flips": f"{flipped} {sure} ({100 * flips['threshold']:.0f} % or more)",
         "perplexity": f"{ppl['source']:.5g} -> {ppl['artifact']:.5g}"
         f" ({100 * (ppl['artifact'] / ppl['source'] - 1):+.2f} %)",
         "text": f"{found['tokens']:,} tokens in {found['windows']} windows",
@@ -235,6 +245,9 @@ def evaluation_rows(found: Document) -> dict[str, str]:
     }
     if found["kv_cache"]:
         rows["KV cache"] = found["kv_cache"]
+    if other := found.get("baseline"):
+        rows["baseline"] = f"KL {other['kl']:.5g}; the difference is {other['difference']:+.4g}"
+        rows["baseline"] += f" nats, standard error {other['se']:.2g}, paired by window"
     return rows
 
 

@@ -288,7 +288,7 @@ def test_nothing_passes_without_a_gate(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     bare = evaluated(artifact, source, "--report", page)
     assert (bare.code, "passed" in bare.out) == (0, False)
-    assert bare.out.rstrip().endswith("no gate was set (--max-kl, --min-top1, --max-ppl-ratio)")
+    assert bare.out.rstrip().endswith("--max-ppl-ratio, --baseline)")
     assert evaluate(artifact, source)["passed"] is None
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text())
     assert data

@@ -47,7 +47,7 @@ def evaluate(artifact: Path, source: Path, text: Path, *options: object) -> Outc
     return run("evaluate", artifact, *named, *options, "--json")
 
 
-def judge(family: Family, source: Path, artifact: Path) -> dict[str, float]:
+def judge(family: Family, source: Path, artifact: Path) -> dict[str, Any]:
     """Whole models by transformers, and formulas of torch."""
     import torch
     from torch.nn import functional
@@ -65,6 +65,8 @@ def judge(family: Family, source: Path, artifact: Path) -> dict[str, float]:
     losses = [functional.nll_loss(each, targets).exp().item() for each in logs]
     agree = (p.argmax(-1) == q.argmax(-1)).double().mean().item()
     return {
+        "windows": kl.reshape(SAMPLES, -1).mean(1).tolist(),
+        "sure": (p.amax(-1).exp() >= 0.9).sum().item(),
         "mean": kl.mean().item(),
         "p999": kl.quantile(0.999).item(),
         "max": kl.max().item(),
@@ -88,11 +90,12 @@ def test_the_figures_are_those_of_the_whole_models(family: Family, tmp_path: Pat
     judged = judge(family, source, restored)
     document = found.json
     assert (document["tokens"], document["windows"]) == (SAMPLES * (LENGTH - 1), SAMPLES)
-    for kind in ("mean", "p999", "max"):
+    for kind in ("mean", "p999", "max", "windows"):
         assert document["kl"][kind] == pytest.approx(judged[kind], rel=RTOL)
     for side in ("source", "artifact"):
         assert document["ppl"][side] == pytest.approx(judged[side], rel=1e-6)
     assert document["top1"] == pytest.approx(judged["top1"], abs=1e-9)
+    assert document["flips"]["of"] == judged["sure"]
 
 
 @pytest.fixture
@@ -255,6 +258,7 @@ def test_the_figures_do_not_depend_on_batches(
     monkeypatch.setattr(samples, "BATCH_TOKENS", LENGTH)
     monkeypatch.setattr(side_by_side, "CHUNK_NBYTES", 8 * 32 * 5)
     apart = evaluate(artifact, source, text).json
+    assert together["kl"].pop("windows") == pytest.approx(apart["kl"].pop("windows"), rel=1e-5)
     assert together["kl"] == pytest.approx(apart["kl"], rel=1e-5)
     assert together["ppl"] == pytest.approx(apart["ppl"], rel=1e-6)
 
@@ -273,6 +277,7 @@ def test_the_figures_do_not_depend_on_threads(tmp_path: Path, text: Path) -> Non
     finally:
         torch.set_num_threads(before)
     alone, shared = found
+    assert alone["kl"].pop("windows") == pytest.approx(shared["kl"].pop("windows"), rel=1e-5)
     assert alone["kl"] == pytest.approx(shared["kl"], rel=1e-5)
     assert alone["ppl"] == pytest.approx(shared["ppl"], rel=1e-6)
 

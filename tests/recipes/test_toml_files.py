@@ -16,6 +16,7 @@ from fp4convert.recipes.patterns import compiled
 from fp4convert.recipes.recipe import Target, build_recipe
 from fp4convert.recipes.rules import KeepRule, StackRule
 from fp4convert.recipes.toml_files import (
+    NO_RECIPES,
     RecipeFile,
     chosen_files,
     families_of,
@@ -26,7 +27,7 @@ from fp4convert.recipes.toml_files import (
 
 CONFIGS = ROOT / "configs"
 MODES = ("all", "mlp_only", "experts_only", "omlp_only")
-NAMES = sorted(path.stem for path in CONFIGS.glob("*.toml"))
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.toml") if path.name not in NO_RECIPES)
 NUMBERS = {
     "num_hidden_layers": 8,
     "num_nextn_predict_layers": 1,
