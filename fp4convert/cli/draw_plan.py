@@ -148,6 +148,12 @@ def _sum_up(plan: Document) -> Iterator[tuple[str, str]]:
     if plan["added_bytes"] > 0:
         what = "packed weights that are kept; --keep-packed leaves them packed"
         yield "bf16", f"adds {size_text(plan['added_bytes'])}: {what}"
+    if usual := plan.get("usual_loss"):
+        loss = f"usually a KL of {usual['kl']:.2g} nats at this size"
+        loss += f", top-1 {100 * usual['top1']:.0f} %"
+        if best := usual["with_text"]:
+            loss += f"; with a text (--text FILE) {best['kl']:.2g}"
+        yield "loss", loss
     # memory, disk and time
     memory, disk = size_text(plan["peak_memory_bytes"]), size_text(plan["peak_disk_bytes"])
     yield "peak", f"memory {memory}, disk {disk}"

@@ -97,6 +97,9 @@ def preview_quantize(options: QuantizeOptions) -> dict[str, Any]:
     Writes nothing; raises as `quantize` does. Where the disk has too little room, the document
     has the error of that under "error".
     """
+    from fp4convert.conversion.one_checkpoint import Conversion
+    from fp4convert.quality.evaluation import forecast
+
     work, settings = _plan(options, is_dry=True)
     if options.push_to_hub is not None:
         from fp4convert.commands import publish
@@ -110,6 +113,8 @@ def preview_quantize(options: QuantizeOptions) -> dict[str, Any]:
 
         peaks = list_peaks(work.jobs().values(), settings.shards_at_once)
         found["peak_disk_bytes"] = peaks[-1]
+    if isinstance(work, Conversion) and (usual := forecast(work.plan.target, work.source)):
+        found["usual_loss"] = usual
     return {**found, "engine": work.verdict.as_json()} if work.verdict else found
 
 

@@ -21,10 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.checkpoint.artifact import is_artifact, read_artifact, read_clues
+from fp4convert.checkpoint.missing_parts import GENERATING, class_of
 from fp4convert.errors import Finding, InputError
-from fp4convert.numerics.formats import NVFP4
+from fp4convert.numerics.formats import GPTQ, NVFP4
 from fp4convert.quality.checks import is_healthy
 from fp4convert.recipes.options import one_of
+from fp4convert.recipes.recipe import Target
 from fp4convert.storage.gguf import BLOCK_TYPES, shape_in_weights
 from fp4convert.storage.json_text import parse_json_object, read_text_file
 from fp4convert.storage.source import Source
@@ -85,6 +87,24 @@ def find_usual(artifact: Source, source: Source) -> UsualLoss | None:
     if method == RTN and opened.record.get("scale_rule") == IMPORTANCE:
         method = IMPORTANCE
     return interpolate((*kinds.pop(), method), count_parameters(source))
+
+
+def forecast(target: Target, source: Source) -> dict[str, Any] | None:
+    """Return what a plan's artifact usually loses, and one of GPTQ with a text.
+
+    Returns  kl, top1 and source of the figures, with_text the same; None for models that write no
+             text, and where nobody has a figure
+    """
+    if not class_of(source.checkpoint.config).endswith(GENERATING):
+        return None
+    kind, parameters = (target.format, target.activations), count_parameters(source)
+    method = IMPORTANCE if target.scale_rule == IMPORTANCE else RTN
+    usual = interpolate((*kind, GPTQ if target.method == GPTQ else method), parameters)
+    best = None if target.method == GPTQ else interpolate((*kind, GPTQ), parameters)
+    figures = [
+        one and {"kl": one.kl, "top1": one.top1, "source": one.source} for one in (usual, best)
+    ]
+    return {**figures[0], "with_text": figures[1]} if figures[0] else None
 
 
 def interpolate(kind: tuple[str, int, str], parameters: int) -> UsualLoss | None:

@@ -139,3 +139,31 @@ def test_what_cannot_be_judged_is_refused_before_models_run(
     (tmp_path / "text.txt").write_text(TEXT[::-1])
     refused = evaluate(artifact, source, *baseline, "--json")
     assert (refused.code, refused.json["error"]["code"]) == (2, "bad-baseline")
+
+
+def test_a_plan_says_what_is_usual_and_what_a_text_brings(tmp_path):
+    """SmolLM2's own numbers of weights, by its headers alone; a file without room for the data."""
+    from fp4convert.quality.evaluation import forecast
+    from fp4convert.recipes.recipe import Target
+    from fp4convert.storage.open import open_source
+
+    folder = tmp_path / "m"
+    folder.mkdir()
+    shapes = {"model.embed_tokens.weight": (49152, 576), "model.w.weight": (184375, 576)}
+    header, end = {}, 0
+    for name, (rows, columns) in shapes.items():
+        begin, end = end, end + 2 * rows * columns
+        header[name] = {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    for name, kl in (("LlamaForCausalLM", 0.2266), ("LlamaModel", None)):
+        config = {"architectures": [name], "model_type": "llama"}
+        (folder / "config.json").write_text(json.dumps(config))
+        found = forecast(Target("nvfp4", "compressed-tensors"), open_source(str(folder)))
+        assert (found and round(found["kl"], 4)) == kl
+        assert found is None or round(found["with_text"]["kl"], 4) == 0.0778
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    by_text = Target("nvfp4", "compressed-tensors", method="gptq")
+    assert forecast(by_text, open_source(str(folder)))["with_text"] is None
