@@ -259,14 +259,16 @@ def with_small_inputs(source: Path, factor: float) -> Path:
     return source
 
 
-def test_unmeasured_scales_that_destroy_a_model_are_warned_of(tmp_path: Path) -> None:
-    """As small inputs as become 0 under a scale of 1; calibrated ones cost what they always do."""
+def test_small_inputs_are_destroyed_by_1_alone_which_is_warned_of(tmp_path: Path) -> None:
+    """As small inputs as become 0 under a scale of 1; scales of norms and weights and calibrated
+    ones cost what they always do.
+    """
     source = with_small_inputs(make_model(tmp_path / "m", "Llama"), 2.0**-9)
     text, file = tmp_path / "text.txt", tmp_path / "c.safetensors"
     text.write_text(TEXT)
     feed = ("--text", text, "--sequence-length", LENGTH)
     assert run("calibrate", source, "-o", file, *feed).code == 0
-    ways = {"unmeasured": (), "measured": ("--calibration", file)}
+    ways = {"bounded": (), "measured": ("--calibration", file), "unmeasured": ("--input-scale", 1)}
     ways["number"] = ("--calibration", file, "--input-scale", 1)
     warnings, kl = {}, {}
     for way, options in ways.items():
@@ -275,7 +277,8 @@ def test_unmeasured_scales_that_destroy_a_model_are_warned_of(tmp_path: Path) ->
         warnings[way] = [one for one in made.json["warnings"] if "input scale" in one]
         kl[way] = evaluate(tmp_path / way, source)["kl"]["mean"]
     assert kl["unmeasured"] == kl["number"] > 8 * kl["measured"]
-    assert warnings["measured"] == []
+    assert kl["bounded"] < 1.1 * kl["measured"]
+    assert warnings["measured"] == warnings["bounded"] == []
     (unmeasured,), (number,) = warnings["unmeasured"], warnings["number"]
     assert "the input scale of 21 modules in four bits, the first model.layers.0." in unmeasured
     assert "input scales of 21 modules are larger than" in number
