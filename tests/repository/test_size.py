@@ -15,10 +15,10 @@ from checkpoints import write_llama
 from paths import ROOT
 
 PACKAGE = ROOT / "fp4convert"
-MOST_MODULES, MOST_LINES_LOADED = 135, 24_700
+MOST_MODULES, MOST_LINES_LOADED = 137, 25_500
 MOST_FILES, MOST_FUNCTIONS = 106, 760
 MOST_BYTE_FILES = 18  # that the threads which make the bytes enter
-MOST_PACKAGE_LINES, MOST_TEST_LINES, MOST_CLASSES = 55_650, 92_700, 372
+MOST_PACKAGE_LINES, MOST_TEST_LINES, MOST_CLASSES = 56_960, 94_100, 380
 
 WATCH = """
 import sys, threading
