@@ -7,7 +7,7 @@ does.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -85,6 +85,7 @@ class Architecture:
     absent    expressions for names that checkpoints may lack
     extra     expressions for names that checkpoints may have beside those of the class
     optional  prefixes and parts that some models have under these settings
+    unsure    those of them that a third setting adds, or takes away
     lists     by prefix: how many layers config.json has there, and of which kinds
     """
 
@@ -97,6 +98,7 @@ class Architecture:
     absent: tuple[re.Pattern[str], ...] = ()
     extra: tuple[re.Pattern[str], ...] = ()
     optional: frozenset[tuple[str, str]] = frozenset()
+    unsure: frozenset[tuple[str, str]] = frozenset()
     lists: Lists = field(default_factory=dict)
     _heads: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
     _known: dict[tuple[str, str], tuple[_Known, ...]] = field(default_factory=dict, init=False)
@@ -164,15 +166,13 @@ class Architecture:
             parts=parts,
             kinds={**self.kinds, **kinds},
             optional=self.optional | other.everything_at(place),
+            unsure=self.unsure | _inside(place, other.unsure),
         )
 
     def everything_at(self, place: str) -> frozenset[tuple[str, str]]:
         """Return the parts under the settings, inside another class."""
         inside = [(prefix, part) for prefix, parts in self._current.items() for part in parts]
-        return frozenset(
-            (f"{place}.{prefix}", part) if prefix else ("", f"{place}.{part}")
-            for prefix, part in (*inside, *self.optional)
-        )
+        return _inside(place, (*inside, *self.optional))
 
     def holding(self, place: str, other: Architecture | None) -> Architecture:
         """Replace the model at a place by another class.
@@ -213,6 +213,7 @@ class Architecture:
             absent=(*self.absent, *other.absent),
             extra=(*self.extra, *other.extra),
             optional=self.optional | other.everything_at(place),
+            unsure=self.unsure | _inside(place, other.unsure),
             lists=lists | {start + prefix: one for prefix, one in other.lists.items()},
         )
 
@@ -279,3 +280,10 @@ class Architecture:
                         return match
                     other = other or match  # of other settings than the model's
         return other
+
+
+def _inside(place: str, parts: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
+    """Return prefixes and parts of a model that another holds at a place."""
+    return frozenset(
+        (f"{place}.{prefix}", part) if prefix else ("", f"{place}.{part}") for prefix, part in parts
+    )

@@ -173,13 +173,8 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
     usual = read(row.get("layout", {}))
     flips = [(*one, read(changed)) for *one, changed in row.get("flips", ())]
     changes = _changes(config, flips)
-    optional = frozenset(
-        (prefix, part)
-        for _, wanted, changed in flips
-        if wanted == OTHER_SIZE
-        for prefix, kinds in changed.items()
-        for part in frozenset().union(*kinds)
-    )
+    sizes = [changed for _, wanted, changed in flips if wanted == OTHER_SIZE]
+    unsure = _only_together(usual, flips)
     made = Architecture(
         name,
         parts,
@@ -189,7 +184,8 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
         _tied_names(config, row),
         _compiled((*row.get("absent", ()), *map(re.escape, row.get("skip", ())))),
         _compiled(row.get("unexpected", ())),
-        optional,
+        _parts_of(sizes) | unsure,
+        unsure,
         read_lists(row, block, config),
     )
     for place, (key, model_type, mapping) in row.get("inner", {}).items():
@@ -202,6 +198,27 @@ def _read_class(package: str, name: str, config: Mapping[str, object]) -> Archit
         elif chosen:  # whose settings may add parts
             made = made.knowing(place, chosen)
     return made
+
+
+def _only_together(
+    usual: Mapping[str, Kinds], flips: Iterable[tuple[Any, Any, Mapping[str, Kinds]]]
+) -> frozenset[tuple[str, str]]:
+    """Return prefixes and parts that only settings together give a class.
+
+    A third setting may take them away again.
+    """
+    together = [changed for path, _, changed in flips if isinstance(path, list)]
+    alone = [changed for path, _, changed in flips if isinstance(path, str)]
+    return _parts_of(together) - _parts_of([usual, *alone])
+
+
+def _parts_of(layouts: Iterable[Mapping[str, Kinds]]) -> frozenset[tuple[str, str]]:
+    return frozenset(
+        (prefix, part)
+        for layout in layouts
+        for prefix, kinds in layout.items()
+        for part in frozenset[str]().union(*kinds)
+    )
 
 
 def _read_family(package: str, name: str) -> dict[str, Any] | None:

@@ -241,7 +241,8 @@ def _find_lost(
             yield from _find_gaps(prefix, children, architecture.name)
             yield from _find_short(prefix, children, architecture)
         for part, without in lacking.items():
-            names = [Place(prefix, part, child).name.removesuffix(WEIGHT) for child in without]
+            ends = [Place(prefix, part, child).name.removesuffix(WEIGHT) for child in without]
+            names = [name.removesuffix(".#") for name in ends]  # of a list inside
             if len(without) == len(children) > 1:
                 which = f"all {len(without)} layers of {architecture.name} have it, and none here"
                 yield Lost(names[0], f"it is missing: {which}")
@@ -326,7 +327,11 @@ def _may_lack(
 ) -> bool:
     """Return whether checkpoints may lack a part, as one that is tied."""
     name = prefix + part
-    if COMPUTED.search(name) or _fits(architecture.absent, name.replace("#", "0")):
+    if (
+        (prefix, part) in architecture.unsure
+        or COMPUTED.search(name)
+        or _fits(architecture.absent, name.replace("#", "0"))
+    ):
         return True
     if part.endswith(".#"):  # a list all of whose parts may be absent
         inner = architecture.parts.get(f"{name}.", {})

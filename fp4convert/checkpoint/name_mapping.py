@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 MERGE, GROUP, OFFSET = "merge", "group", "offset"
 # "*" of transformers stands for the number of an expert.
-_ANY, _EXPERT = r"..*\.", r"\.\d+\."
+_ANY, _EXPERT = r"..*\.", r"\.(?:0|[1-9][0-9]*)\."
 
 
 class Renamed(NamedTuple):

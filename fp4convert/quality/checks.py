@@ -224,9 +224,10 @@ def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
     if all(finding.code != "unfinished" for finding in artifact.findings):
         if is_draft_head(names_stored(artifact)):
             yield Finding("note", "draft-head", None, DRAFT_HEAD)
-        if misnamed:
-            code = "wrapped-names" if misnamed.is_wrapped else "foreign-names"
-            yield Finding("error", code, misnamed.tensor, misnamed.detail)
+        if misnamed and misnamed.is_wrapped:
+            yield Finding("error", "wrapped-names", misnamed.tensor, misnamed.detail)
+        elif misnamed:
+            yield Finding("error", "foreign-names", misnamed.tensor, misnamed.detail)
         yield from judged.findings
     # Scales beside four-bit modules that nothing declares.
     with_global = [form for form in artifact.forms if form.format.has_global_scale]

@@ -272,7 +272,8 @@ def test_small_inputs_are_destroyed_by_1_alone_which_is_warned_of(tmp_path: Path
     ways["number"] = ("--calibration", file, "--input-scale", 1)
     warnings, kl = {}, {}
     for way, options in ways.items():
-        words = ("--format", "nvfp4", "--activations", 4, *options, "-o", tmp_path / way)
+        words = ("--format", "nvfp4", "--activations", 4, "--scale-rule", "mse", *options)
+        words += ("-o", tmp_path / way)
         made = run("quantize", source, *words, "--json")
         warnings[way] = [one for one in made.json["warnings"] if "input scale" in one]
         kl[way] = evaluate(tmp_path / way, source)["kl"]["mean"]

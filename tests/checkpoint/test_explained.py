@@ -583,3 +583,48 @@ def test_a_config_of_another_form_is_of_no_class():
     assert (found.kept, found.unexplained) == ({}, ())
     assert "thinker_config" in found.note
     assert judged(names, {**config, **inner}).kept
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        (
+            "DebertaV2Model",  # DeBERTa-v3 as it is published: layers share keys of positions
+            {
+                "relative_attention": True,
+                "share_att_key": True,
+                "pos_att_type": "p2c|c2p",
+                "norm_rel_ebd": "layer_norm",
+                "position_biased_input": False,
+            },
+        ),
+        ("Wav2Vec2ForCTC", {"do_stable_layer_norm": True, "conv_bias": True}),
+        ("Wav2Vec2ForCTC", {"do_stable_layer_norm": True, "feat_extract_norm": "layer"}),
+        ("Wav2Vec2ForCTC", {"adapter_attn_dim": 8}),
+    ],
+)
+def test_a_third_setting_takes_parts_away(name, settings):
+    import torch
+
+    made = getattr(transformers, name)
+    config = made.config_class(num_hidden_layers=2, **settings)
+    with torch.device("meta"):
+        model = made(config)
+    tied = set(model.all_tied_weights_keys)
+    names = [one for one in model.state_dict() if one not in tied]
+    assert unsound(names, {**config.to_dict(), "architectures": [name]}) == (set(), set())
+
+
+@pytest.mark.parametrize("number", ["01", "\u0661"])
+def test_experts_are_numbered_in_one_way(number):
+    names, config = whole("qwen3_moe")
+    start = "model.layers.0.mlp.experts"
+    apart = [name for name in names if ".experts." not in name or start not in name]
+    apart += [
+        f"{start}.{expert}.{one}_proj.weight"
+        for expert in range(config["num_local_experts"])
+        for one in ("gate", "up", "down")
+    ]
+    odd = [name.replace(f"{start}.1.", f"{start}.{number}.") for name in apart]
+    assert unsound(apart, config) == (set(), set())
+    assert unsound(odd, config)[0] == set(odd) - set(apart)

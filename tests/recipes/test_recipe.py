@@ -155,7 +155,7 @@ def test_the_layers_that_engines_fuse_share_a_scale():
 
 def test_the_rule_is_the_formats_own_where_none_is_asked_for():
     assert recipe().target.scale_rule == "mse"
-    assert recipe(fmt=MXFP4).target.scale_rule == "mse"
+    assert recipe(fmt=MXFP4).target.scale_rule == "even"
     assert recipe(fmt=MXFP4, rule="ceil").target.scale_rule == "ceil"
 
 
@@ -165,7 +165,8 @@ def test_a_rule_of_another_format_is_refused(fmt, rule):
         recipe(fmt=fmt, rule=rule)
     assert caught.value.code == "unknown-scale-rule"
     assert ", ".join(fmt.scale_rules) in caught.value.message
-    assert caught.value.next_step == "Choose one of these, or leave it out for mse."
+    usual = {NVFP4: "mse", MXFP4: "even"}[fmt]
+    assert caught.value.next_step == f"Choose one of these, or leave it out for {usual}."
 
 
 def chosen(folder, text, model=None, **choice):

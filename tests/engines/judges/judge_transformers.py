@@ -80,6 +80,9 @@ def judge(root: Path, name: str, artifact: Path) -> dict[str, Any]:
         if record["quant_method"] == "compressed-tensors":  # else packed weights are compared
             unpacked = transformers.CompressedTensorsConfig(dequantize=True)
             model, more = load(name, artifact, quantization_config=unpacked)
+            if more and not faults:  # it loads, and cannot be unpacked to be compared
+                what = f"not compared: {numberless(more[0])}"
+                return {"outcome": "source", "faults": [what]}
             faults += more
     except Exception as error:  # any error is its answer
         return {"outcome": step, "faults": [f"{type(error).__name__}: {error}"[:200]]}
@@ -132,6 +135,8 @@ def main(root: Path, results: Path, chosen: list[str]) -> None:
                 print(name, row["outcome"], *row["faults"][:2], flush=True)
             rows[name, number] = row
             if row["outcome"] not in ("wrong", "refuses"):
+                for later in range(number + 1, len(CHOICES)):  # of an earlier run
+                    rows.pop((name, later), None)
                 break
         page = {"engine": NAME, "version": version(), "rows": [rows[key] for key in sorted(rows)]}
         results.write_text(json.dumps(page, indent=1) + "\n")
