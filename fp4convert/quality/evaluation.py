@@ -90,7 +90,7 @@ def find_usual(artifact: Source, source: Source) -> UsualLoss | None:
 
 
 def forecast(target: Target, source: Source) -> dict[str, Any] | None:
-    """Return what a plan's artifact usually loses, and one of GPTQ with a text.
+    """Return what the result of a plan usually loses, and by GPTQ.
 
     Returns  kl, top1 and source of the figures, with_text the same; None for models that write no
              text, and where nobody has a figure
