@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import islice
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from fp4convert.storage.safetensors import WEIGHT
 # Last names of what holds the layers of a model, numbered from 0.
 STACKS = frozenset({"layers", "layer", "h", "blk", "blocks", "block", "transformer_blocks"})
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+ZERO_EXPERTS = "zero_expert_num"  # of LongCat, that compute nothing
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 # Configurations of layers one by one: some of them hold no weights.
 UNEVEN_LAYERS = "block_configs"
@@ -96,6 +97,9 @@ def judge_names(
     note = "" if is_draft_head(modules) else note_on_class(config, explained is not None)
     if explained:
         strange, _, kept, is_embedding = explained
+        if surplus := tuple(_find_surplus(names, config, recipe)):
+            strange = (*strange, *surplus)
+            kept = {**kept, **{one.name: f"unexplained: {one.reason}" for one in surplus}}
         return Judgement((*faults, *odd), strange, note, kept, is_embedding)
     return Judgement((*faults, *odd), note=note)
 
@@ -222,13 +226,37 @@ def _missing_in_one(stack: str, layers: _Parts) -> Iterator[Lost]:
         yield Lost(f"{stack}.{number}.{part}", detail)
 
 
+def _count_experts(config: Mapping[str, object], recipe: Recipe) -> int:
+    """Return the count in config.json; 0 without one.
+
+    Several numbers are of several kinds of mixtures.
+    """
+    keys = recipe.experts[0].counts if recipe.experts else EXPERT_COUNTS
+    found = [one[key] for one in configs_in(config) for key in keys if key in one]
+    return found[0] if len(set(map(str, found))) == 1 and type(found[0]) is int else 0
+
+
+def _find_surplus(
+    names: Iterable[str], config: Mapping[str, object], recipe: Recipe
+) -> Iterator[Unexplained]:
+    """Find experts beyond the count in config.json.
+
+    LongCat's experts beyond it compute nothing, and transformers saves parts of them.
+    """
+    count = _count_experts(config, recipe)
+    if not count or ZERO_EXPERTS in config:
+        return
+    for name in names:
+        _, inside, rest = name.partition(EXPERTS)
+        number = rest.partition(".")[0] if inside else ""
+        if _is_number(number) and int(number) >= count:
+            yield Unexplained(name, f"config.json has {count} experts")
+
+
 def _missing_experts(
     mixtures: Mapping[str, _Parts], config: Mapping[str, object], recipe: Recipe
 ) -> Iterator[Lost]:
-    keys = recipe.experts[0].counts if recipe.experts else EXPERT_COUNTS
-    found = [one[key] for one in configs_in(config) for key in keys if key in one]
-    # Several numbers are of several kinds of mixtures.
-    count = found[0] if len(set(map(str, found))) == 1 and type(found[0]) is int else 0
+    count = _count_experts(config, recipe)
     for mixture, experts in mixtures.items():
         total = max(count, max(experts) + 1)
         projections = sorted(set[str]().union(*experts.values()))
@@ -237,7 +265,7 @@ def _missing_experts(
             detail = f"{_count(missing, 'expert')} of {total} in {mixture} missing"
             yield Lost(first, detail)
         for number, own in experts.items():
-            if 0 < count <= number:  # LongCat's experts beyond the count compute nothing
+            if 0 < count <= number and ZERO_EXPERTS in config:
                 continue
             # A search that ends early: strange names may be as many as there are experts.
             lack = next((part for part in projections if part not in own), None)

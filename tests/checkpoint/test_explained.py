@@ -515,3 +515,15 @@ def test_experts_are_numbered_in_one_way(number):
     odd = [name.replace(f"{start}.1.", f"{start}.{number}.") for name in apart]
     assert unsound(apart, config) == (set(), set())
     assert unsound(odd, config)[0] == set(odd) - set(apart)
+
+
+def test_experts_beyond_the_count_are_unexplained():
+    names, config = whole("mixtral")
+    more = [
+        f"model.layers.0.block_sparse_moe.experts.{number}.{one}.weight"
+        for number in range(config["num_local_experts"] + 1)
+        for one in ("w1", "w2", "w3")
+    ]
+    apart = [name for name in names if "model.layers.0." not in name or ".experts." not in name]
+    assert unsound([*apart, *more[:-3]], config) == (set(), set())
+    assert unsound([*apart, *more], config) == (set(more[-3:]), set())
