@@ -7,6 +7,7 @@ tests/quality/test_config_sizes.py asks transformers' own models.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -40,6 +41,7 @@ OWN_HEAD_DIM = frozenset(
 )
 SQUARE_OUTPUT = frozenset({"helium"})  # families whose o_proj is hidden x hidden
 LEFT_OUT = ": engines leave it out"
+MOST_LETTERS = 40  # of a value in a message
 COUNT_DIGITS = 9  # of a size in config.json
 _PLACE = re.compile(
     r"(?:model\.)?(?:layers\.(?P<layer>[0-9]{1,9})\.)?(?:self_attn|mlp|)\.?(?P<rest>.*)"
@@ -74,6 +76,12 @@ def find_odd_sizes(
     """
     if not is_plain_decoder(config):
         return
+    for key in sorted(WHOLE):
+        value = config[key]
+        if type(value) is not int or value < 1:
+            what = json.dumps(value)[:MOST_LETTERS]
+            detail = f"config.json has {key} {what}, and engines read a whole number of 1 or more"
+            yield Finding("error", "config-size", None, detail)
     numbers, told, layers = _read(config), set[str](), _int(config, "num_hidden_layers")
     doubled = _read_twice(shapes, numbers.hidden)
     plain, of_experts = (

@@ -250,3 +250,21 @@ def test_quantize_warns_of_the_parts_that_inspect_misses(artifacts, tmp_path):
     assert "module-missing" in {finding["code"] for finding in findings}
     refused = run("quantize", source, "--format", "nvfp4", "--for", "vllm", "--dry-run", "--json")
     assert (refused.code, refused.json["error"]["code"]) == (2, "module-missing")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", None),
+        ("num_hidden_layers", "3"),
+        ("num_hidden_layers", -3),
+        ("num_attention_heads", 0),
+        ("hidden_size", [64]),
+    ],
+)
+def test_a_size_that_is_no_count_is_refused(key, value, artifacts, tmp_path):
+    folder = change_config(artifacts / "m", tmp_path / "m", **{key: value})
+    outcome = run("quantize", folder, "--format", "nvfp4", "-o", tmp_path / "out", "--json")
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "config-size")
+    assert key in outcome.json["error"]["message"]
+    assert not (tmp_path / "out").exists()
