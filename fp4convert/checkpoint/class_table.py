@@ -69,7 +69,9 @@ def note_on_class(config: Mapping[str, object], is_explained: bool = False) -> s
         what = f"model_type is {config['model_type']!r}, and the class {name} of another family"
         return f"config.json: {what}: engines go by one or the other"
     names = classes if isinstance(classes, list) else []
-    if package == TRANSFORMERS and not (names and all(isinstance(one, str) for one in names)):
+    if package == TRANSFORMERS and "architectures" not in config:
+        why = "config.json names no class in architectures" if "model_type" in config else ""
+    elif package == TRANSFORMERS and not (names and all(isinstance(one, str) for one in names)):
         why = f"architectures in config.json is {json.dumps(classes)[:MOST_LETTERS]}, no class"
     elif len(names) > 1:
         why = f"config.json names {len(names)} classes"

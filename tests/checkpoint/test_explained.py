@@ -527,3 +527,11 @@ def test_experts_beyond_the_count_are_unexplained():
     apart = [name for name in names if "model.layers.0." not in name or ".experts." not in name]
     assert unsound([*apart, *more[:-3]], config) == (set(), set())
     assert unsound([*apart, *more], config) == (set(more[-3:]), set())
+
+
+def test_a_config_that_names_no_class_is_said():
+    names, config = whole("llama")
+    del config["architectures"]
+    found = judged(names, config)
+    assert "names no class" in found.note
+    assert found.kept == {}
