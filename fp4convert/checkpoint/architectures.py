@@ -18,9 +18,10 @@ from fp4convert.checkpoint.name_mapping import Renamed, Renaming, rename
 
 LINEAR = frozenset({"L", "X", "Y"})  # letters of linear layers, and of stacks of experts
 EMBEDDING = "E"
+TRANSPOSED = "a transposed linear layer"  # (in, out): no packed form holds it as it lies
 TYPES = {  # letters of the table
     **{"L": "a linear layer", "b": "a bias", EMBEDDING: "an embedding", "C": "a convolution"},
-    **{"N": "a norm", "H": "an output head", "R": "a router", "T": "a transposed linear layer"},
+    **{"N": "a norm", "H": "an output head", "R": "a router", "T": TRANSPOSED},
     **{"X": "a stack of experts", "Y": "a stack of experts", "V": "a vector"},
     **{"O": "a parameter of another type", "u": "a buffer", "-": "a list of layers"},
 }

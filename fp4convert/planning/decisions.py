@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from fp4convert.checkpoint.architectures import TRANSPOSED
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.forms import Form, keeps_powers
 from fp4convert.checkpoint.dialects.target_forms import check_forms, form_of, module_form
@@ -175,10 +176,15 @@ class _Judge(NamedTuple):
         return None if linear.stack else self._reason_by_type(linear.module)
 
     def _reason_by_type(self, module: str) -> str | None:
-        """Return why the class keeps a module that nobody asks for by name."""
+        """Return why the class keeps a module that nobody asks for by name.
+
+        A transposed weight stays whoever asks: its blocks would run along the wrong axis.
+        """
         reason = self.kept.get(module + WEIGHT)
-        is_asked = reason and (
-            matches_any(self.recipe.include, module) or self.recipe.override(module)
+        is_asked = (
+            reason
+            and not reason.startswith(TRANSPOSED)
+            and (matches_any(self.recipe.include, module) or self.recipe.override(module))
         )
         return None if is_asked else reason
 

@@ -133,6 +133,18 @@ def test_gpt2_keeps_its_transposed_layers(tmp_path):
     ]
 
 
+def test_a_transposed_layer_stays_whoever_asks(tmp_path):
+    numbers = {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 64, "n_positions": 64}
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **numbers}
+    tensors = {"transformer.h.0.attn.c_attn.weight": weight()}
+    source = write(tmp_path / "m", tensors, config)
+    asked = ("--include", "*.c_attn", "-o", tmp_path / "out", "--json")
+    outcome = run("quantize", source, "--format", "nvfp4", *asked)
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "idle-option")
+    assert "a transposed linear layer of GPT2LMHeadModel" in outcome.json["error"]["message"]
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     "members",
     [
