@@ -83,6 +83,19 @@ def notes_on_names(judged: Judgement) -> Iterator[str]:
     yield from map(fault_text, judged.faults)
 
 
+def note_unscaled(linears: Linears) -> Iterator[str]:
+    """Name matrices of FP8 without scales, where most others are no such matrices.
+
+    A whole file that was cast has none (flux1-dev-fp8); elsewhere a scale was lost.
+    """
+    bare = [one.module for one in linears.of.values() if is_fp8(one) and len(one.refs) == 1]
+    if bare and 2 * len(bare) < len(linears.of):
+        yield (
+            f"{count_text(len(bare), 'module')} in FP8 without scales, the first {bare[0]!r}: the"
+            " codes are taken for the values, which is wrong where a scale was lost"
+        )
+
+
 def note_stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> Iterator[str]:
     """Name stacks of experts that stay."""
     experts = [

@@ -437,3 +437,14 @@ def test_a_pattern_that_a_rule_makes_exceptions_of_ignores_no_quantized_module(t
     assert router in ignored
     assert not any(matches(pattern, large) for pattern in ignored)
     assert run("inspect", out).code == 0
+
+
+@pytest.mark.parametrize(("count", "is_said"), [(1, True), (4, False)])
+def test_fp8_without_scales_among_others_is_said(tmp_path, count, is_said):
+    """A whole file that was cast has none; a single one lost its scale."""
+    names = [f"model.layers.0.self_attn.{one}_proj.weight" for one in "qkvo"]
+    tensors = {name: weight(at) for at, name in enumerate(names)}
+    rows, columns = tensors[names[0]][1]
+    tensors |= dict.fromkeys(names[:count], ("F8_E4M3", (rows, columns), b"8" * rows * columns))
+    plan = plan_of(write(tmp_path / "m", tensors, {"model_type": "llama"}))
+    assert any("without scales" in warning for warning in plan.warnings) is is_said

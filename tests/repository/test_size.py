@@ -15,10 +15,10 @@ from checkpoints import write_llama
 from paths import ROOT
 
 PACKAGE = ROOT / "fp4convert"
-MOST_MODULES, MOST_LINES_LOADED = 137, 25_540
+MOST_MODULES, MOST_LINES_LOADED = 137, 25_560
 MOST_FILES, MOST_FUNCTIONS = 106, 760
 MOST_BYTE_FILES = 18  # that the threads which make the bytes enter
-MOST_PACKAGE_LINES, MOST_TEST_LINES, MOST_CLASSES = 57_060, 94_200, 380
+MOST_PACKAGE_LINES, MOST_TEST_LINES, MOST_CLASSES = 57_090, 94_260, 380
 
 WATCH = """
 import sys, threading
