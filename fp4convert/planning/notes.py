@@ -84,7 +84,7 @@ def notes_on_names(judged: Judgement) -> Iterator[str]:
 
 
 def note_unscaled(linears: Linears) -> Iterator[str]:
-    """Name matrices of FP8 without scales, where most others are no such matrices.
+    """Name matrices of FP8 without scales among others.
 
     A whole file that was cast has none (flux1-dev-fp8); elsewhere a scale was lost.
     """
