@@ -269,7 +269,7 @@ def test_the_rule_importance_weighs_inputs_as_they_are_after_the_fold(source, st
     q = codec.quantize(gate, NVFP4, "importance", amax, divided_moments(moments, factors))
     assert tensors[f"{LAYER}.mlp.gate_proj.weight_scale"][2] == bytes(q.block_scales)
     assert tensors[f"{LAYER}.mlp.gate_proj.weight_packed"][2] == bytes(q.packed)
-    assert run("verify", out, "--source", source, "--json").json["findings"] == []
+    assert run("verify", out, "--source", source, "--json").faults == []
 
 
 @pytest.mark.parametrize(("options", "follows"), [((), True), (("--input-scale", "0.5"), False)])
@@ -296,7 +296,7 @@ def test_values_in_an_fp8_cache_stay_what_its_scales_are_of(source, tmp_path):
     record = json.loads((tmp_path / "out" / "quantization_config.json").read_text())
     assert not [fold for fold in record["folds"] if fold["kind"] == "heads"]
     assert len(record["folds"]) == 3
-    assert run("verify", tmp_path / "out", "--source", source, "--json").json["findings"] == []
+    assert run("verify", tmp_path / "out", "--source", source, "--json").faults == []
 
 
 EXPERTS: dict[str, Tensor] = {
@@ -338,11 +338,11 @@ def test_a_router_stays_and_sees_the_same_products(tmp_path):
     planned = quantize(source, tmp_path / "plan", "--calibration", statistics, "--dry-run")
     actions = {step["name"]: step["action"] for step in planned.json["tensors"]}
     assert actions[gate] == actions[norm] == "fold"
-    assert run("verify", out, "--source", source, "--json").json["findings"] == []
+    assert run("verify", out, "--source", source, "--json").faults == []
     bad = changed(out, tmp_path / "bad", gate, doubled(3))
     report = run("verify", bad, "--source", source, "--json")
     assert ("kept-differs", gate) in {
-        (finding["code"], finding["tensor"]) for finding in report.json["findings"]
+        (finding["code"], finding["tensor"]) for finding in report.faults
     }
 
 
@@ -361,7 +361,7 @@ def test_columns_that_nothing_enters_and_rows_of_zeros_are_left_alone(tmp_path):
             changes |= statistics_of(f"{LAYER}.{reader}", x)
     path = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), changes)
     made(source, tmp_path / "out", "awq", path)
-    assert run("verify", tmp_path / "out", "--source", source, "--json").json["findings"] == []
+    assert run("verify", tmp_path / "out", "--source", source, "--json").faults == []
 
 
 def test_weights_that_are_not_finite_are_told_by_their_names(tmp_path):

@@ -45,11 +45,11 @@ def artifact(
 def test_verify_and_inspect_know_the_artifact_for_what_it_is(artifact, source, tmp_path):
     out = artifact
     report = run("verify", out, "--source", source, "--min-sqnr", "19", "--json")
-    assert (report.code, report.json["findings"]) == (0, [])
-    assert run("inspect", out, "--source", source, "--json").json["findings"] == []
+    assert (report.code, report.faults) == (0, [])
+    assert run("inspect", out, "--source", source, "--json").faults == []
     assert run("transcode", out, "-o", tmp_path / "there", "--dialect", "modelopt", "-q").code == 0
     report = run("verify", tmp_path / "there", "--source", source, "--json")
-    assert (report.code, report.json["findings"]) == (0, [])
+    assert (report.code, report.faults) == (0, [])
 
 
 def test_columns_rounded_from_four_bits_are_not_held_against_the_original(
@@ -59,9 +59,9 @@ def test_columns_rounded_from_four_bits_are_not_held_against_the_original(
     again = tmp_path / "again"
     assert run("quantize", artifact, "--format", "mxfp4", "-o", again, "-q").code == 0
     report = run("verify", again, "--source", artifact, "--json")
-    assert (report.code, report.json["findings"]) == (0, [])
+    assert (report.code, report.faults) == (0, [])
     report = run("verify", again, "--source", source, "--json")
-    assert (report.code, [one["code"] for one in report.json["findings"]]) == (0, ["other-source"])
+    assert (report.code, [one["code"] for one in report.faults]) == (0, ["other-source"])
 
 
 @pytest.mark.parametrize("seed", [6, 10])
@@ -77,7 +77,7 @@ def test_rows_are_told_where_outliers_leave_little_of_them(seed, tmp_path):
     words = ("--format", "mxfp4", "--method", "awq", "--calibration", file, "-o", tmp_path / "q")
     assert run("quantize", source, *words, "-q").code == 0
     report = run("verify", tmp_path / "q", "--source", source, "--json")
-    assert (report.code, report.json["findings"]) == (0, [])
+    assert (report.code, report.faults) == (0, [])
 
 
 def thinned(kind: str) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -104,7 +104,7 @@ def test_rows_of_which_little_is_there_are_told(kind, fmt, tmp_path):
     words = ("--format", fmt, "--method", "awq", "--calibration", file, "-o", tmp_path / "q")
     assert run("quantize", source, *words, "-q").code == 0
     report = run("verify", tmp_path / "q", "--source", source, "--json")
-    assert (report.code, report.json["findings"]) == (0, [])
+    assert (report.code, report.faults) == (0, [])
 
 
 def from_source(name: str):
@@ -147,7 +147,7 @@ def test_verify_finds_what_folds_do_not_explain(number, artifact, source, tmp_pa
     )
     assert report.code == 6
     assert ("fold-differs", told) in {
-        (finding["code"], finding["tensor"]) for finding in report.json["findings"]
+        (finding["code"], finding["tensor"]) for finding in report.faults
     }
 
 

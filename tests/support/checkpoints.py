@@ -176,6 +176,11 @@ class Outcome:
         """The one document on stdout; NaN and Infinity are no JSON."""
         return json.loads(self.out, parse_constant=_refuse)
 
+    @property
+    def faults(self) -> list[dict]:
+        """The findings, but that the class of a small model is not known."""
+        return [one for one in self.json["findings"] if one["code"] != "class-unknown"]
+
 
 def _refuse(constant: str) -> object:
     raise ValueError(f"{constant} is not JSON")
