@@ -125,7 +125,7 @@ def calibrate_first(options: QuantizeOptions, settings: Settings, is_dry: bool) 
     )
     words = f"{feed.words()}, --gram {asked.gram}"
     if is_there:
-        _check_same(file, feed, asked.gram)
+        _check_same(file, feed, asked)
     if is_dry:
         settings.tell(f"calibrates first: {words}; then rounds by {method}")
         return plain
@@ -159,13 +159,19 @@ def _choose_gram(work: Work) -> str:
     return "full" if is_small else "block:128"
 
 
-def _check_same(file: Path, feed: Feed, gram: str) -> None:
-    """Raise OutputError for statistics of another text or Gram."""
+def _check_same(file: Path, feed: Feed, asked: CalibrateOptions) -> None:
+    """Raise OutputError for statistics that another calibration made."""
     from fp4convert.calibration.calibration_file import is_calibration, open_calibration
 
-    notes = open_calibration(str(file)).notes if is_calibration(file) else {}
-    if (notes.get("text"), notes.get("gram")) != (feed.words(), gram):
-        detail = f"{file} is there already, and not of this text and --gram {gram}"
+    known, wanted = None, f"--gram {asked.gram}{' --sensitivity' if asked.sensitivity else ''}"
+    if is_calibration(file):
+        known = open_calibration(str(file))
+    if (
+        known is None
+        or (known.notes["text"], known.gram_kind) != (feed.words(), asked.gram)
+        or (asked.sensitivity and not known.loss_formats)
+    ):
+        detail = f"{file} is there already, and not of this text and {wanted}"
         step = f"Replace it with --force, or round with it: {shell_line('--calibration', file)}"
         raise OutputError("output-exists", f"{detail}; nothing is written over it", step)
 

@@ -16,7 +16,6 @@ from fp4convert.checkpoint.missing_parts import Judgement, fault_text
 from fp4convert.checkpoint.record import ADAPTER
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, Format
-from fp4convert.planning.activation_scales import describe_unit, warn_of_unit
 from fp4convert.planning.decisions import Verdict
 from fp4convert.planning.kept_dtype import word_of
 from fp4convert.planning.steps import Draft, Task
@@ -235,6 +234,8 @@ def note_eight_bit_scales(
         why = f"dialect {dialect} has no name for them, and its engines measure activations anew"
         yield f"{len(unread)} scales of activations are left out, the first {unread[0]!r}: {why}"
     if unit:
+        from fp4convert.planning.input_scale_warnings import describe_unit
+
         yield (
             f"{count_text(len(unit), 'FP8 module')} without a scale of activations, the first"
             f" {unit[0]!r}; dialect {dialect} wants one: it is 1.0, {describe_unit(is_fp4=False)};"
@@ -247,6 +248,8 @@ def note_unit_scales(artifact: Artifact, forms: Mapping[str, Form]) -> Iterator[
     """Warn of input scales of 1 that four-bit modules keep."""
     having = [name for name in artifact.modules if name in forms and forms[name].has_input_scale]
     if modules := [name for name in having if artifact.input_scale(name) == 1.0]:
+        from fp4convert.planning.input_scale_warnings import warn_of_unit
+
         yield warn_of_unit(modules, True, "as in the artifact")
 
 

@@ -19,13 +19,7 @@ from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.planning.activation_scales import (
-    UNIT_SCALE,
-    Fed,
-    InputScales,
-    judge_scales,
-    scales_of,
-)
+from fp4convert.planning.activation_scales import UNIT_SCALE, Fed, InputScales, scales_of
 from fp4convert.planning.decisions import (
     Verdict,
     decide,
@@ -124,7 +118,7 @@ def plan_quantize(
     linears.judged.refuse_odd_sizes(checkpoint.config)
     verdicts = decide(linears, recipe, dialect)
     fed = find_fed(verdicts, recipe, dialect)
-    inputs, notes = scales_of(fed, scalars.inputs) if fed else ({}, [])
+    inputs, notes = _input_scales(fed, scalars) if fed else ({}, [])
     amaxes, more = _amaxes(verdicts, scalars.weights, recipe)
     # a step for every tensor, and its place
     units = Units(verdicts, dialect, recipe.target, inputs=inputs, amaxes=amaxes)
@@ -146,8 +140,7 @@ def plan_quantize(
         *([INPUTS_TOO] if dialect.TRAITS.correction else uneven_groups(verdicts, recipe, tasks)),
         *warnings_on_four_bits(verdicts, recipe),
         *of_other_types(tasks),
-        *chain(notes, judge_scales(fed, inputs, scalars.inputs, scalars.calibration)),
-        *chain(more, scalars.cache.notes),
+        *chain(notes, more, scalars.cache.notes),
         *note_left_behind(linears, tasks, has_scalars, scalars.inputs.is_auto, scalars.cache.own),
         *note_unchanged(verdicts, recipe),
         *note_unscaled(linears),
@@ -288,6 +281,14 @@ def _drafts_of(
             if coding.is_packed:
                 spec = expanded_spec(spec.name, linear.shape, recipe)
             yield draft_floats(verdict.action, verdict.reason, linear, spec)
+
+
+def _input_scales(fed: Sequence[Fed], scalars: Scalars) -> tuple[dict[str, float], list[str]]:
+    """Return the input scale of every module, and notes and warnings."""
+    from fp4convert.planning.input_scale_warnings import judge_scales
+
+    inputs, notes = scales_of(fed, scalars.inputs)
+    return inputs, [*notes, *judge_scales(fed, inputs, scalars.inputs, scalars.calibration)]
 
 
 def find_fed(verdicts: Mapping[str, Verdict], recipe: Recipe, dialect: Dialect) -> list[Fed]:

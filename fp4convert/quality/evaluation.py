@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from fp4convert.checkpoint.artifact import is_artifact, read_artifact, read_clues
 from fp4convert.checkpoint.missing_parts import GENERATING, class_of
 from fp4convert.errors import Finding, InputError
-from fp4convert.numerics.formats import GPTQ, NVFP4
+from fp4convert.numerics.formats import GPTQ, IMPORTANCE, NVFP4, RTN
 from fp4convert.quality.checks import is_healthy
 from fp4convert.recipes.options import one_of
 from fp4convert.recipes.recipe import Target
@@ -44,7 +44,6 @@ MOST_TOP1_LOST = 0.1  # below the usual share of tokens
 MOST_BEYOND = 2  # times smaller than the smallest model with a figure, or larger than the largest
 MOST_WORSE, SURE_ERRORS = 1.05, 2  # times a baseline's KL; standard errors of the difference
 WHOLE = ("F", "BF", "I8")  # begin the dtypes of one weight an element; others are four-bit codes
-RTN, IMPORTANCE = "rtn", "importance"
 
 
 class UsualLoss(NamedTuple):

@@ -55,6 +55,14 @@ def test_statistics_of_another_text_are_not_written_over(tmp_path, llama, words)
     assert file.read_bytes() != before
 
 
+def test_losses_that_are_asked_for_are_not_left_out(tmp_path, llama, words):
+    """A file without them is of the same text, and would choose formats by weights."""
+    assert convert(llama, tmp_path / "out", "--text", words).code == 0
+    outcome = convert(llama, tmp_path / "out", "--text", words, "--target-bits", 5)
+    assert (outcome.code, outcome.json["error"]["code"]) == (5, "output-exists")
+    assert "--sensitivity" in outcome.json["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("options", "code"),
     [

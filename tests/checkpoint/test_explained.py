@@ -8,7 +8,8 @@ import time
 
 import pytest
 import transformers
-from meta_models import default_model, model_of
+from meta_models import default_model
+from model_names import judged, unsound, whole, with_experts_apart
 from transformers.models.auto import modeling_auto as auto
 
 from fp4convert.checkpoint.class_table import find_architecture, note_on_class
@@ -24,27 +25,6 @@ KINDS = {  # classes of every kind, as transformers makes them
     "encoders": ("bert", "modernbert", "clip"),
 }
 EVERY = [name for names in KINDS.values() for name in names]
-
-
-def whole(model_type):
-    """The names and the config.json of a model that transformers makes."""
-    model = model_of(model_type)
-    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    ties = config.get("tie_word_embeddings")
-    return [name for name in model.state_dict() if not (ties and name in tied)], config
-
-
-def judged(names, config):
-    return judge_names(names, {}, config, model_recipe(config))
-
-
-def unsound(names, config):
-    """The names that are unexplained, and those that are missing."""
-    found = judged(names, config)
-    assert found.kept, config["architectures"]
-    missing = {one.tensor for one in found.faults if one.code == "module-missing"}
-    return {one.name for one in found.unexplained}, missing
 
 
 @pytest.mark.sweep(4)
@@ -84,14 +64,7 @@ def test_a_setting_of_config_json_decides_what_is_missing():
 
 def test_experts_are_the_stacks_that_transformers_makes_of_them():
     names, config = whole("qwen3_moe")
-    experts = [
-        f"model.layers.{layer}.mlp.experts.{expert}.{one}_proj.weight"
-        for layer in range(config["num_hidden_layers"])
-        for expert in range(config["num_local_experts"])
-        for one in ("gate", "up", "down")
-    ]
-    apart = [name for name in names if ".experts." not in name] + experts
-    assert unsound(apart, config) == (set(), set())
+    assert unsound(with_experts_apart(names, config), config) == (set(), set())
 
 
 @pytest.mark.parametrize("lost", ["gate", "up", "down"])
@@ -99,17 +72,14 @@ def test_experts_are_the_stacks_that_transformers_makes_of_them():
 def test_all_of_one_source_of_a_merge_is_missed(lost, layers):
     """transformers merges gate_proj and up_proj of all experts: one alone is no half."""
     names, config = whole("qwen3_moe")
-    experts = [
-        f"model.layers.{layer}.mlp.experts.{expert}.{one}_proj.weight"
-        for layer in range(config["num_hidden_layers"])
-        for expert in range(config["num_local_experts"])
-        for one in ("gate", "up", "down")
-        if layer not in layers or one != lost
+    gone = tuple(f"model.layers.{layer}.mlp.experts." for layer in layers)
+    rest = [
+        name
+        for name in with_experts_apart(names, config)
+        if not (name.startswith(gone) and f".{lost}_proj." in name)
     ]
-    apart = [name for name in names if ".experts." not in name] + experts
-    _, missing = unsound(apart, config)
-    for layer in layers if lost != "down" else layers[:1]:  # one name stands for all layers
-        start = f"model.layers.{layer}.mlp.experts."
+    _, missing = unsound(rest, config)
+    for start in gone if lost != "down" else gone[:1]:  # one name stands for all layers
         assert any(one.startswith(start) and f"{lost}_proj" in one for one in missing)
 
 
@@ -316,120 +286,6 @@ def test_a_class_is_read_in_5_ms():
     assert (time.process_time() - start) / 20 < 0.005
 
 
-def without(names, start):
-    return [name for name in names if not name.startswith(start)]
-
-
-@pytest.mark.parametrize(
-    ("of", "last", "count"),
-    [
-        ("LlamaForCausalLM", "model.layers.3", 4),
-        ("WhisperForConditionalGeneration", "model.encoder.layers.3", 4),
-        ("WhisperForConditionalGeneration", "model.decoder.layers.3", 4),
-        ("BartForConditionalGeneration", "model.encoder.layers.3", 4),
-        ("T5ForConditionalGeneration", "encoder.block.3", 4),
-        ("T5ForConditionalGeneration", "decoder.block.5", 6),
-        ("LlavaForConditionalGeneration", "model.vision_tower.encoder.layers.3", 4),
-        ("LlavaForConditionalGeneration", "model.language_model.layers.3", 4),
-        ("Qwen2_5_VLForConditionalGeneration", "model.visual.blocks.3", 4),
-    ],
-)
-def test_every_list_ends_where_config_json_says(of, last, count):
-    """Of an encoder, a decoder and a tower, however long the others are."""
-    model = default_model(getattr(transformers, of))
-    names, config = list(model.state_dict()), {**model.config.to_dict(), "architectures": [of]}
-    assert unsound(names, config) == (set(), set())
-    rest = without(names, f"{last}.")
-    assert len(rest) < len(names)
-    assert unsound(rest, config) == (set(), {last})
-    (fault,) = judged(rest, config).faults
-    stack = last.rpartition(".")[0]
-    words = f"config.json has {count} layers, and {stack} ends after {count - 1}"
-    assert words in fault.detail
-
-
-def test_a_setting_that_is_left_out_is_what_another_one_says():
-    names, config = whole("t5")  # 4 and 6 layers
-    rest = without(without(names, "decoder.block.4."), "decoder.block.5.")
-    for silent in ({**config, "num_decoder_layers": None}, dict(config)):
-        if silent["num_decoder_layers"]:
-            del silent["num_decoder_layers"]
-        assert unsound(rest, silent) == (set(), set())
-        assert unsound(without(rest, "decoder.block.3."), silent) == (set(), {"decoder.block.3"})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_hidden_layers": None},
-        {"num_hidden_layers": "5"},
-        {"num_hidden_layers": [5]},
-        {"num_hidden_layers": True},
-        {"num_hidden_layers": -1},
-    ],
-)
-def test_a_count_that_is_none_says_nothing(change):
-    names, config = whole("llama")
-    assert unsound(names, {**config, **change}) == (set(), set())
-
-
-def test_a_default_holds_where_config_json_has_no_other_count():
-    """A Llama has 32 layers, unless an older name of a setting says another number."""
-    names, config = whole("llama")
-    del config["num_hidden_layers"]
-    assert unsound(names, config) == (set(), {"model.layers.4"})
-    assert unsound(names, {**config, "n_layer": 4}) == (set(), set())
-    assert unsound(names, {**config, "model_type": "another"}) == (set(), set())
-
-
-def test_a_config_of_an_older_version_has_the_counts_at_its_top():
-    names, config = whole("qwen2_5_vl")
-    old = {**config["text_config"], **config}
-    del old["text_config"]
-    assert unsound(names, old) == (set(), set())
-    rest = without(names, "model.language_model.layers.3.")
-    assert unsound(rest, old) == (set(), {"model.language_model.layers.3"})
-
-
-def test_layers_beyond_the_count_are_unexplained_and_drafts_are_not():
-    names, config = whole("llama")
-    more = [
-        name.replace("layers.3.", "layers.4.")
-        for name in names
-        if name.startswith("model.layers.3.")
-    ]
-    assert unsound(names + more, config) == (set(more), set())
-    found = judged(names + more, config)
-    assert {one.reason for one in found.unexplained} == {"config.json has 4 layers"}
-    assert found.kept.keys() >= set(more)
-    names, config = whole("deepseek_v3")
-    drafts = [f"model.layers.4.{part}" for part in ("eh_proj.weight", "mlp.gate.weight")]
-    assert unsound(names + drafts, config) == (set(), set())
-
-
-@pytest.mark.parametrize(
-    ("model_type", "name"),
-    [
-        ("t5", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
-        ("t5", "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
-        ("modernbert", "model.layers.2.attn_norm.weight"),  # the first one has none
-    ],
-)
-def test_what_one_end_alone_has_or_lacks(model_type, name):
-    names, config = whole(model_type)
-    lost = name.removesuffix(".weight")
-    assert unsound([one for one in names if one != name], config) == (set(), {lost})
-
-
-def test_a_layer_of_another_kind_than_config_json_says():
-    names, config = whole("qwen3_next")
-    assert config["layer_types"][2:] == ["linear_attention", "full_attention"]
-    swapped = {**config, "layer_types": [*config["layer_types"][:2], *config["layer_types"][:1:-1]]}
-    assert unsound(names, swapped) == (set(), {"model.layers.2", "model.layers.3"})
-    for silent in (None, [], ["linear_attention"], ["other"] * 4, "full_attention", [1, 2, 3, 4]):
-        assert unsound(names, {**config, "layer_types": silent}) == (set(), set())
-
-
 @pytest.mark.slow
 def test_every_class_of_transformers_is_explained(monkeypatch):
     """With other numbers of layers than those of the table."""
@@ -505,15 +361,8 @@ def test_a_third_setting_takes_parts_away(name, settings):
 @pytest.mark.parametrize("number", ["01", "\u0661"])
 def test_experts_are_numbered_in_one_way(number):
     names, config = whole("qwen3_moe")
-    start = "model.layers.0.mlp.experts"
-    apart = [name for name in names if ".experts." not in name or start not in name]
-    apart += [
-        f"{start}.{expert}.{one}_proj.weight"
-        for expert in range(config["num_local_experts"])
-        for one in ("gate", "up", "down")
-    ]
+    apart, start = with_experts_apart(names, config), "model.layers.0.mlp.experts"
     odd = [name.replace(f"{start}.1.", f"{start}.{number}.") for name in apart]
-    assert unsound(apart, config) == (set(), set())
     assert unsound(odd, config)[0] == set(odd) - set(apart)
 
 
