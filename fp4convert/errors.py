@@ -8,6 +8,7 @@ Fp4Error              1  never raised itself; anything else that escapes is our 
 ├── SourceError       3  the source went away or changed; resumable
 ├── AccessError       4  the Hub gives no access, or none to write: a licence, a token; resumable
 ├── OutputError       5  disk full, read-only, other content, a Hub that takes nothing; resumable
+├── GateError         6  the result is whole, and misses a gate that was asked for
 └── Interrupted     130  Ctrl-C; 143 for SIGTERM; resumable
 
 report/catalogue.toml says what each code means and what to do.
@@ -130,6 +131,12 @@ class OutputError(Fp4Error):
     """The output folder, disk or repository fails; a re-run continues."""
 
     exit_code = 5
+
+
+class GateError(Fp4Error):
+    """The result is whole, and misses a gate that was asked for."""
+
+    exit_code = 6
 
 
 class Interrupted(Fp4Error):  # noqa: N818 - not a failure

@@ -44,12 +44,12 @@ def quantize(options: QuantizeOptions) -> Result:
              sound shards are finished
     """
     work, settings = _plan(options, is_dry=False)
-    if options.push_to_hub is None and options.report is None:
-        result = work.carry_out(settings)
-    else:
+    if options.is_checked_after:
         from fp4convert.commands import publish
 
         result = publish.carry_out(work, settings)
+    else:
+        result = work.carry_out(settings)
     lost = _losses(result)
     (options.warn or as_warnings)(lost)
     steps = work.next_steps()
@@ -131,8 +131,7 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
         options = calibrate_first(options, settings, is_dry)
     else:
         options = choose_options(options)
-    to_hub = options.private or options.no_keep or options.disk is not None
-    if to_hub or options.report is not None:
+    if options.is_checked_after or options.private or options.no_keep or options.disk is not None:
         from fp4convert.commands import publish
 
         publish.check_destinations(options, settings.share, is_dry)

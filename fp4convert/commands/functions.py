@@ -81,6 +81,8 @@ def quantize(
     input_scale: str | float | None = None,
     global_scale: Reference | None = None,
     via: str | None = None,
+    min_sqnr: float | None = None,
+    max_nmse: float | None = None,
     ray: str | None = None,
     push_to_hub: str | None = None,
     private: bool = False,
@@ -134,6 +136,8 @@ def quantize(
         calibration file that has them. Default: --calibration, else norms and weights.
     global_scale: Take nvfp4's global scales from an artifact or a file; measure none.
     via: Round weights to FP8 first; less accurate, for comparison only. One of: fp8.
+    min_sqnr: Fail when the SQNR of a tensor is below this many dB.
+    max_nmse: Fail when the normalized squared error of a tensor is above this.
     ray: Start one worker on every node of this Ray cluster.
     push_to_hub: Upload the result to this repository.
     private: With --push-to-hub: make the repository private.
@@ -213,6 +217,8 @@ def preview_quantize(
     input_scale: str | float | None = None,
     global_scale: Reference | None = None,
     via: str | None = None,
+    min_sqnr: float | None = None,
+    max_nmse: float | None = None,
     ray: str | None = None,
     push_to_hub: str | None = None,
     private: bool = False,

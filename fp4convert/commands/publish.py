@@ -1,4 +1,4 @@
-"""Write a result to a folder, the Hub and a page.
+"""Write a result to a folder, the Hub and a page; hold gates against it.
 
 Shards are uploaded as they are finished, and one commit names them all when the last is.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.conversion.work import Work
-from fp4convert.errors import InputError, shell_line
+from fp4convert.errors import GateError, InputError, shell_line
 from fp4convert.execution.job import list_peaks
 from fp4convert.execution.output_check import free_beside
 from fp4convert.execution.settings import Elsewhere, Result, Settings
@@ -32,7 +32,15 @@ if TYPE_CHECKING:  # what only a push loads
 
 
 def check_destinations(options: QuantizeOptions, share: Share | None, is_dry: bool) -> None:
-    """Check the Hub, the disk and the page of a result, before any work."""
+    """Check the gates, the Hub, the disk and the page, before any work."""
+    if gates := _gates_of(options):
+        from fp4convert.quality.verification import Gate
+
+        Gate(options.min_sqnr, options.max_nmse).check(has_source=True, has_inputs=False)
+        if share is not None:
+            detail = f"{next(iter(gates))}: a part is not the whole; expected all shards"
+            step = "After the merge: fp4convert verify OUTPUT --source SOURCE has these gates."
+            raise InputError("share", detail, step)
     for flag, is_given in (("--private", options.private), ("--no-keep", options.no_keep)):
         if is_given and options.push_to_hub is None:
             detail = f"{flag} needs --push-to-hub, which is not given"
@@ -87,7 +95,41 @@ def carry_out(work: Work, settings: Settings) -> Result:
         artifact = open_artifact(str(options.folder))
         source = pad_as_recorded(artifact.record, open_source(os.fspath(options.source), access))
         settings.tell(save_page(page, artifact, source))
+    if not is_pushed:
+        check_gates(work.options, result)
     return result
+
+
+def _gates_of(options: QuantizeOptions) -> dict[str, float]:
+    """Return the limits that are given, by option."""
+    gates = {"--min-sqnr": options.min_sqnr, "--max-nmse": options.max_nmse}
+    return {option: limit for option, limit in gates.items() if limit is not None}
+
+
+def check_gates(options: QuantizeOptions, result: Result) -> None:
+    """Raise GateError where a result misses a gate: its worst tensor counts.
+
+    Formula  SQNR = 10 log10(signal / noise), NMSE = noise / signal: the same tensor is the worst
+    """
+    if not (gates := _gates_of(options)):
+        return
+    for fidelity in (result.fidelity, *(part.get("fidelity") for part in result.components or ())):
+        least = fidelity and fidelity["sqnr_db_min"]
+        if least is None:
+            continue  # nothing was rounded, or everything exactly
+        nmse = 10 ** (-least / 10)
+        missed = {"--min-sqnr": least < gates.get("--min-sqnr", least)}
+        missed["--max-nmse"] = nmse > gates.get("--max-nmse", nmse)
+        for option in (option for option, is_missed in missed.items() if is_missed):
+            place = f"{options.folder} is whole, and its"
+            if options.push_to_hub is not None:
+                place = f"nothing is committed to {options.push_to_hub}: the"
+            detail = f"{place} tensor {fidelity['worst']} has SQNR {least:.3f} dB, NMSE {nmse:.3g}"
+            detail = f"{detail}; expected {option} {gates[option]:g}"
+            step = "Leave it out of the work (--exclude), choose another method or format, or"
+            raise GateError(
+                "gate-missed", detail, f"{step} the same command without {option} accepts it."
+            )
 
 
 def make_pusher(work: Work, settings: Settings) -> Pusher:
@@ -142,6 +184,7 @@ def _publish(work: Work, settings: Settings) -> Result:
         pusher.begin()
         work.begin(settings)  # nothing is written or replaced before the Hub lets us write
         result = work.carry_out(replace(settings, on_named=pusher.add))
+        check_gates(options, result)
         files, card = work.ended_files(), None
         try:
             files = _add_signatures(options.folder, files, work.artifacts())

@@ -68,6 +68,14 @@ Statistics = Annotated[
     Reference | None,
     Option("Statistics of this source, a file made by fp4convert calibrate.", panel=QUALITY),
 ]
+LeastSqnr = Annotated[
+    float | None,
+    Option("Fail when the SQNR of a tensor is below this many dB.", panel=QUALITY, value="<db>"),
+]
+LargestNmse = Annotated[
+    float | None,
+    Option("Fail when the normalized squared error of a tensor is above this.", panel=QUALITY),
+]
 Adapters = Annotated[
     Reference | Iterable[Reference] | None,
     Option(

@@ -10,6 +10,8 @@ from fp4convert.options.access import AccessOptions, DeviceOptions
 from fp4convert.options.arguments import (
     ArtifactArgument,
     EngineName,
+    LargestNmse,
+    LeastSqnr,
     Merged,
     Page,
     Sarif,
@@ -66,16 +68,8 @@ class VerifyOptions(AccessOptions):
         Option("The original checkpoint, to measure every tensor against.", panel=QUALITY),
     ] = None
     lora: Merged = ()
-    min_sqnr: Annotated[
-        float | None,
-        Option(
-            "Fail when the SQNR of a tensor is below this many dB.", panel=QUALITY, value="<db>"
-        ),
-    ] = None
-    max_nmse: Annotated[
-        float | None,
-        Option("Fail when the normalized squared error of a tensor is above this.", panel=QUALITY),
-    ] = None
+    min_sqnr: LeastSqnr = None
+    max_nmse: LargestNmse = None
     calibration: Annotated[
         Reference | None,
         Option(

@@ -15,6 +15,8 @@ from fp4convert.options.arguments import (
     AdapterScale,
     EngineName,
     KeptDtype,
+    LargestNmse,
+    LeastSqnr,
     Page,
     SourceArgument,
     Statistics,
@@ -224,6 +226,8 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             "Round weights to FP8 first; less accurate, for comparison only.", VIAS, panel=QUALITY
         ),
     ] = None
+    min_sqnr: LeastSqnr = None
+    max_nmse: LargestNmse = None
     ray: Annotated[
         str | None,
         Option(
@@ -275,6 +279,12 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         return any(one is not None for one in (self.text, self.dataset, self.self_generate))
 
     @property
+    def is_checked_after(self) -> bool:
+        """Return whether the result is pushed, shown on a page or gated."""
+        after = (self.push_to_hub, self.report, self.min_sqnr, self.max_nmse)
+        return any(one is not None for one in after)
+
+    @property
     def folder(self) -> Path:
         """Return the output folder; ./NAME-FORMAT by default.
 
@@ -306,7 +316,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         """
         others = {field.name for kind in (DeviceOptions, PartOptions) for field in fields(kind)}
         others |= {"source", "output", "engine", "ray", "push_to_hub", "private", "report"}
-        others |= {"no_keep", "disk", "text", "dataset", "self_generate"}
+        others |= {"no_keep", "disk", "text", "dataset", "self_generate", "min_sqnr", "max_nmse"}
         names = [each.name for each in declared_in(QuantizeOptions)]
         values = {name: getattr(self, name) for name in names if name not in others - {"subfolder"}}
         return {

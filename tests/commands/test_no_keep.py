@@ -466,3 +466,15 @@ def test_the_pinned_huggingface_hub_has_what_is_used_of_it():
     operation = CommitOperationAdd("a", b"")
     assert isinstance(operation.upload_info, UploadInfo)
     assert operation.path_or_fileobj == b""
+
+
+def test_a_missed_gate_leaves_shards_unreferenced(source, tmp_path, hub):
+    """They were judged before they left; the same command without the gate names them."""
+    digest, files = kept(source, tmp_path / "kept", hub)
+    outcome = quantize(source, "-o", tmp_path / "q", *AWAY, "--min-sqnr", 60)
+    assert (outcome.code, outcome.json["error"]["code"]) == (6, "gate-missed")
+    assert (len(hub.repos["me/q"].commits), weights(tmp_path / "q")) == (1, [])
+    sent = hub.sent_nbytes()
+    again = quantize(source, "-o", tmp_path / "q", *AWAY)
+    assert (again.code, again.json["digest"], oids(hub)) == (0, digest, files)
+    assert hub.sent_nbytes() - sent < 40_000

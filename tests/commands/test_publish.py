@@ -104,6 +104,33 @@ def test_without_the_right_to_write_nothing_is_converted(hub, source, tmp_path, 
     assert hub.repos == {}
 
 
+@pytest.mark.parametrize("gate", [("--min-sqnr", 60), ("--max-nmse", 1e-6)])
+def test_a_missed_gate_commits_nothing_and_loses_nothing(gate, hub, source, tmp_path):
+    """What is uploaded stays; without the gate the same command sends no shard again."""
+    out = ("-o", tmp_path / "q")
+    outcome = push(source, *NVFP4, *out, *PUSH, *gate)
+    assert (outcome.code, outcome.json["error"]["code"]) == (6, "gate-missed")
+    assert outcome.json["error"]["message"].endswith(f"expected {gate[0]} {gate[1]:g}")
+    assert len(hub.repos["me/q"].commits) == 1  # of the empty repository
+    assert run("inspect", tmp_path / "q").code == 0
+    sent = hub.sent_nbytes()
+    assert push(source, *NVFP4, *out, *PUSH, gate[0], 1).code == 0
+    assert len(hub.repos["me/q"].commits) == 2
+    assert hub.sent_nbytes() - sent < 40_000
+
+
+def test_gates_without_the_hub(source, tmp_path):
+    out = ("-o", tmp_path / "q")
+    assert push(source, *NVFP4, *out, "--min-sqnr", 1, "--max-nmse", 0.5).code == 0
+    worst = json.loads((tmp_path / "q" / "quantization_report.json").read_text())["summary"]
+    for limit, code in ((worst["sqnr_db_min"] - 1e-3, 0), (worst["sqnr_db_min"] + 1e-3, 6)):
+        assert push(source, *NVFP4, *out, "--min-sqnr", limit).code == code
+        assert push(source, *NVFP4, *out, "--max-nmse", 10 ** (-limit / 10)).code == code
+    assert push(source, *NVFP4, *out, "--min-sqnr", "nan").json["error"]["code"] == "bad-gate"
+    share = ("--shard-index", 0, *OF_TWO)
+    assert push(source, *NVFP4, *out, "--min-sqnr", 1, *share).json["error"]["code"] == "share"
+
+
 def test_a_card_that_people_wrote_is_replaced_with_a_word(hub, source, tmp_path):
     """It stays in the repository's history, at the commit that is told."""
     push(source, *NVFP4, "-o", tmp_path / "q", *PUSH)
