@@ -25,6 +25,9 @@ COMMANDS: dict[str, Command] = {  # in the order and under the headings of --hel
         "commands.convert:transcode",
         "draw_results:draw_result",
     ),
+    "push": Command(
+        "rewriting:PushOptions", CONVERT, "commands.upload:push", "draw_results:draw_pushed"
+    ),
     "merge": Command(
         "rewriting:MergeOptions", CONVERT, "commands.convert:merge", "draw_results:draw_merged"
     ),

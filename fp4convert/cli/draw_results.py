@@ -123,6 +123,16 @@ def draw_attested(screen: Screen, signed: Document) -> None:
     screen.line(f"  signed: {signed['files'] - len(others)} files{more}")
 
 
+def draw_pushed(screen: Screen, pushed: Document) -> None:
+    """Draw what `push` uploaded."""
+    screen.unwrapped(pushed["pushed"], "bold")
+    gates = f"gates met: {', '.join(pushed['gates'])}" if pushed["gates"] else "no gate was set"
+    grade = pushed["evaluated"]
+    screen.line(f"  {pushed['files']} files, {size_text(pushed['bytes'])}; {gates}")
+    screen.line(f"  evaluated: {grade}" if grade else "  not evaluated: its card has no KL")
+    screen.line(f"  digest {pushed['digest']}")
+
+
 def _draw_fidelity(screen: Screen, result: Document) -> None:
     """Draw the losses, and the share of an adapter that stays."""
     if fidelity := result.get("fidelity"):

@@ -13,6 +13,7 @@ from fp4convert.checkpoint.record import ADAPTER, describe_adapter, place_record
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands.calibration import feed_of
 from fp4convert.errors import named
+from fp4convert.execution.plan_file import recorded_digest
 from fp4convert.options.access import as_nbytes
 from fp4convert.options.arguments import as_path, one_adapter
 from fp4convert.options.measuring import CompareOptions, EvaluateOptions
@@ -52,8 +53,8 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     ).checked()
     from fp4convert.calibration import side_by_side
     from fp4convert.planning.tensor_parallel import pad_as_recorded
+    from fp4convert.report.evaluation_card import ANY_CARD, add_evaluation, check_card
     from fp4convert.report.html import PAGE, check_page, save_page
-    from fp4convert.report.model_card import ANY_CARD, add_evaluation, check_card
     from fp4convert.report.sarif import SARIF, clear_sarif, write_sarif
     from fp4convert.report.user_files import check_apart
 
@@ -79,6 +80,7 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     if gate.baseline:
         task = replace(task, check_text=gate.baseline.check_text)
     found = evaluation.evaluate(side_by_side.compare_models(task), gate, usual)
+    found = replace(found, digest=recorded_digest(artifact))
     if page and shown:
         original = pad_as_recorded(shown.record, source)
         options.tell(save_page(page, shown, original, evaluated=found.as_json()))
@@ -119,7 +121,7 @@ def predictions_of(options: CompareOptions, feed: Feed, phases: Phases) -> list[
         figures = evaluation.evaluate(measured, evaluation.EvaluationGate(), usual).as_json()
         if figures["tokens"] < FEW_TOKENS:
             tell(f"{figures['tokens']} tokens were predicted, too few to rank by")
-        silent = ("findings", "passed", "baseline")
+        silent = ("findings", "passed", "baseline", "digest")
         known = {key: value for key, value in figures.items() if key not in silent}
         found.append({**known, "notes": notes})
     return found

@@ -20,6 +20,7 @@ from fp4convert.options.rewriting import (
     DequantizeOptions,
     MergeOptions,
     PruneOptions,
+    PushOptions,
     TranscodeOptions,
 )
 from fp4convert.options.writing import QuantizeOptions
@@ -334,6 +335,47 @@ def transcode(
     from fp4convert.commands import convert
 
     return convert.transcode(options)
+
+
+@by_name
+def push(
+    artifact: Reference,
+    repo: str,
+    *,
+    private: bool = False,
+    token: str | None = None,
+    min_sqnr: float | None = None,
+    max_nmse: float | None = None,
+    evaluation: Reference | None = None,
+    max_kl: float | str | None = None,
+    min_top1: float | None = None,
+    phases: Phases | None = None,
+    tell: Callable[[str], None] = ignore,
+) -> dict[str, Any]:
+    """Upload a finished artifact: the command `push`.
+
+    Every file is hashed and every scale read before anything is sent.
+    Returns  what `push --json` prints
+    Raises   InputError for what is no artifact of fp4convert on this disk, and for an evaluation
+             of another one; GateError for a missed gate or a damaged file; errors of the Hub as
+             `quantize --push-to-hub` has them
+
+    artifact: The folder of an artifact that fp4convert made.
+    repo: Repository that receives it: ORG/NAME.
+    private: Make the repository private.
+    token: Access token. Better: hf auth login. [env: HF_TOKEN]
+    min_sqnr: Fail when the SQNR of a tensor is below this many dB.
+    max_nmse: Fail when the normalized squared error of a tensor is above this.
+    evaluation: What evaluate --json printed of this artifact, for the card and the gates of KL.
+        Default: ARTIFACT.evaluation.json, where it is there.
+    max_kl: Fail when the mean KL divergence is above this many nats; usual and damage: above 1.3 or
+        3 times what is usual for this format, method and size.
+    min_top1: Fail when the likeliest token is the same less often; 0.95 is 95 %.
+    """
+    options = checked(PushOptions(**locals()))
+    from fp4convert.commands import upload
+
+    return upload.push(options)
 
 
 @by_name

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from fp4convert.execution.output_check import free_beside
 from fp4convert.execution.settings import Elsewhere, Result, Settings
 from fp4convert.execution.share import Share
 from fp4convert.options.access import as_nbytes
+from fp4convert.options.rewriting import PushOptions
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.tensor_parallel import pad_as_recorded
 from fp4convert.report.user_files import check_apart
@@ -33,7 +34,7 @@ if TYPE_CHECKING:  # what only a push loads
 
 def check_destinations(options: QuantizeOptions, share: Share | None, is_dry: bool) -> None:
     """Check the gates, the Hub, the disk and the page, before any work."""
-    if gates := _gates_of(options):
+    if gates := gates_of(options):
         from fp4convert.quality.verification import Gate
 
         Gate(options.min_sqnr, options.max_nmse).check(has_source=True, has_inputs=False)
@@ -96,40 +97,42 @@ def carry_out(work: Work, settings: Settings) -> Result:
         source = pad_as_recorded(artifact.record, open_source(os.fspath(options.source), access))
         settings.tell(save_page(page, artifact, source))
     if not is_pushed:
-        check_gates(work.options, result)
+        _check_result(work.options, result)
     return result
 
 
-def _gates_of(options: QuantizeOptions) -> dict[str, float]:
-    """Return the limits that are given, by option."""
+def gates_of(options: QuantizeOptions | PushOptions) -> dict[str, float]:
+    """Return the limits on errors of tensors that are given, by option."""
     gates = {"--min-sqnr": options.min_sqnr, "--max-nmse": options.max_nmse}
     return {option: limit for option, limit in gates.items() if limit is not None}
 
 
-def check_gates(options: QuantizeOptions, result: Result) -> None:
-    """Raise GateError where a result misses a gate: its worst tensor counts.
+def check_gates(gates: Mapping[str, float], summary: object, place: str) -> None:
+    """Raise GateError where the worst tensor misses a gate.
 
+    summary  of quantization_report.json; anything without a least SQNR has nothing that was rounded
+    place    begins the message, as in "X is whole, and its"
     Formula  SQNR = 10 log10(signal / noise), NMSE = noise / signal: the same tensor is the worst
     """
-    if not (gates := _gates_of(options)):
+    least = summary.get("sqnr_db_min") if isinstance(summary, dict) else None
+    if not isinstance(summary, dict) or least is None:
         return
-    for fidelity in (result.fidelity, *(part.get("fidelity") for part in result.components or ())):
-        least = fidelity and fidelity["sqnr_db_min"]
-        if least is None:
-            continue  # nothing was rounded, or everything exactly
-        nmse = 10 ** (-least / 10)
-        missed = {"--min-sqnr": least < gates.get("--min-sqnr", least)}
-        missed["--max-nmse"] = nmse > gates.get("--max-nmse", nmse)
-        for option in (option for option, is_missed in missed.items() if is_missed):
-            place = f"{options.folder} is whole, and its"
-            if options.push_to_hub is not None:
-                place = f"nothing is committed to {options.push_to_hub}: the"
-            detail = f"{place} tensor {fidelity['worst']} has SQNR {least:.3f} dB, NMSE {nmse:.3g}"
-            detail = f"{detail}; expected {option} {gates[option]:g}"
-            step = "Leave it out of the work (--exclude), choose another method or format, or"
-            raise GateError(
-                "gate-missed", detail, f"{step} the same command without {option} accepts it."
-            )
+    nmse, worst = 10 ** (-least / 10), str(summary.get("worst"))
+    for option, limit in gates.items():
+        if least < limit if option == "--min-sqnr" else nmse > limit:
+            detail = f"{place} tensor {worst} has SQNR {least:.3f} dB, NMSE {nmse:.3g}"
+            step = "Exclude that module, or choose another method or format; the same command"
+            step = f"{step} without {option} accepts it."
+            raise GateError("gate-missed", f"{detail}; expected {option} {limit:g}", step, worst)
+
+
+def _check_result(options: QuantizeOptions, result: Result) -> None:
+    """Raise GateError where a result misses a gate."""
+    place = f"{options.folder} is whole, and its"
+    if options.push_to_hub is not None:
+        place = f"nothing is committed to {options.push_to_hub}: the"
+    for summary in (result.fidelity, *(part.get("fidelity") for part in result.components or ())):
+        check_gates(gates_of(options), summary, place)
 
 
 def make_pusher(work: Work, settings: Settings) -> Pusher:
@@ -172,7 +175,8 @@ def leaving(work: Work, settings: Settings, pusher: Pusher) -> Settings:
 
 def _publish(work: Work, settings: Settings) -> Result:
     """Carry out the work and upload its result, in one commit."""
-    from fp4convert.report.model_card import CardRequest, evaluation_in, make_card
+    from fp4convert.report.evaluation_card import evaluation_in
+    from fp4convert.report.model_card import CardRequest, describe_plan, make_card
     from fp4convert.storage.hub.api import cannot_read
 
     options, repo = work.options, str(work.options.push_to_hub)
@@ -184,15 +188,16 @@ def _publish(work: Work, settings: Settings) -> Result:
         pusher.begin()
         work.begin(settings)  # nothing is written or replaced before the Hub lets us write
         result = work.carry_out(replace(settings, on_named=pusher.add))
-        check_gates(options, result)
+        _check_result(options, result)
         files, card = work.ended_files(), None
         try:
-            files = _add_signatures(options.folder, files, work.artifacts())
+            files = add_signatures(options.folder, files, work.artifacts())
             if SIGNATURE not in files:
                 evaluated = evaluation_in(options.folder / CARD)
                 by = options.that_make_bytes()
                 made_by = CardRequest(repo, by, _fidelity_rows(result), evaluated)
-                card = make_card(work.plan, result, work.source, made_by)
+                subject = describe_plan(work.plan, result, work.source)
+                card = make_card(subject, work.source, made_by)
         except OSError as error:  # of this disk, or of the source's own card
             raise cannot_read(error) from None
         sizes = {file: nbytes_there(options.folder / file) for file in files}
@@ -217,9 +222,7 @@ def _publish(work: Work, settings: Settings) -> Result:
         pusher.stop()
 
 
-def _add_signatures(
-    folder: Path, files: dict[str, str], artifacts: Iterable[str]
-) -> dict[str, str]:
+def add_signatures(folder: Path, files: dict[str, str], artifacts: Iterable[str]) -> dict[str, str]:
     """Add the signatures beside the files, if any, and the signed model card.
 
     artifacts  folders of artifacts in it; "" for itself
@@ -252,12 +255,14 @@ def _add_signatures(
 
 
 def _fidelity_rows(result: Result) -> list[tuple[object, ...]] | None:
-    """Tabulate the losses for the model card, a row for each component.
-
-    None if nothing was rounded.
-    """
+    """Tabulate the losses for the model card, a row for each component."""
     parts: list[tuple[str, Any]] = [("all tensors", result.fidelity)]
     parts += [(str(part["name"]), part.get("fidelity")) for part in result.components or ()]
+    return error_rows(parts)
+
+
+def error_rows(parts: Iterable[tuple[str, Any]]) -> list[tuple[object, ...]] | None:
+    """Tabulate losses, a row for each summary; None if nothing was rounded."""
     rows: list[tuple[object, ...]] = [
         (name, *(summary[key] for key in ("sqnr_db_mean", "sqnr_db_min", "worst", "nmse")))
         for name, summary in parts

@@ -19,12 +19,15 @@ from fp4convert.storage.checkpoint_files import (
     GGUF,
     HUB_FILE,
     PLAN_FILE,
+    RECORD,
     REPORT,
     UNDIGESTED,
     WEIGHTS,
+    recorded_hashes,
 )
 from fp4convert.storage.disk import Mark, write_errors_at
-from fp4convert.storage.json_text import MISSHAPEN, read_text_file
+from fp4convert.storage.json_text import MISSHAPEN, parse_json_object, read_text_file
+from fp4convert.storage.source import Source, read_whole
 
 STATE, PLAN = PLAN_FILE.split("/")
 HUB = HUB_FILE.split("/")[1]
@@ -307,6 +310,15 @@ def digest_of(hashes: dict[str, str]) -> str:
         if file not in UNDIGESTED and not file.endswith(f"/{REPORT}")
     ]
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def recorded_digest(source: Source) -> str | None:
+    """Return the digest of a finished artifact; None without a record."""
+    if not source.has_file(RECORD):
+        return None
+    text = read_whole(source, RECORD)
+    hashes = recorded_hashes(parse_json_object(text, RECORD))
+    return digest_of({**hashes, RECORD: hashlib.sha256(text).hexdigest()}) if hashes else None
 
 
 def refuse_links(root: Path, *names: str) -> None:

@@ -118,6 +118,12 @@ Force = Annotated[
 ]
 
 
+Token = Annotated[
+    str | None,
+    Option("Access token. Better: hf auth login. [env: HF_TOKEN]", panel=HUB, value="<token>"),
+]
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class AccessOptions:
     """How sources and artifacts are found and read.
@@ -131,10 +137,7 @@ class AccessOptions:
     subfolder: Annotated[
         str | None, Option("Subfolder that holds the checkpoint.", panel=HUB, value="<path>")
     ] = None
-    token: Annotated[
-        str | None,
-        Option("Access token. Better: hf auth login. [env: HF_TOKEN]", panel=HUB, value="<token>"),
-    ] = None
+    token: Token = None
     memory: Annotated[
         float,
         Option(

@@ -76,6 +76,19 @@ LargestNmse = Annotated[
     float | None,
     Option("Fail when the normalized squared error of a tensor is above this.", panel=QUALITY),
 ]
+LargestKl = Annotated[
+    float | str | None,
+    Option(
+        "Fail when the mean KL divergence is above this many nats; usual and damage: above 1.3"
+        " or 3 times what is usual for this format, method and size.",
+        panel=QUALITY,
+        value="<nats>|usual|damage",
+    ),
+]
+LeastTop1 = Annotated[
+    float | None,
+    Option("Fail when the likeliest token is the same less often; 0.95 is 95 %.", panel=QUALITY),
+]
 Adapters = Annotated[
     Reference | Iterable[Reference] | None,
     Option(

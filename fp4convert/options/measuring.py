@@ -14,6 +14,8 @@ from fp4convert.options.arguments import (
     AdapterScale,
     ArtifactArgument,
     ByLayer,
+    LargestKl,
+    LeastTop1,
     Merged,
     Page,
     Sarif,
@@ -178,21 +180,8 @@ class EvaluateOptions(WindowOptions):
     source: Annotated[Reference, Option("The original checkpoint, to compare with.", panel=TARGET)]
     lora: Merged = ()
     by_layer: ByLayer = False
-    max_kl: Annotated[
-        float | str | None,
-        Option(
-            "Fail when the mean KL divergence is above this many nats; usual and damage: above 1.3"
-            " or 3 times what is usual for this format, method and size.",
-            panel=QUALITY,
-            value="<nats>|usual|damage",
-        ),
-    ] = None
-    min_top1: Annotated[
-        float | None,
-        Option(
-            "Fail when the likeliest token is the same less often; 0.95 is 95 %.", panel=QUALITY
-        ),
-    ] = None
+    max_kl: LargestKl = None
+    min_top1: LeastTop1 = None
     max_ppl_ratio: Annotated[
         float | None,
         Option(

@@ -1,4 +1,4 @@
-"""Declare the options of dequantize, transcode, prune and merge.
+"""Declare the options of dequantize, transcode, prune, merge and push.
 
 The docstring of a class is the help of its command.
 """
@@ -9,18 +9,22 @@ from typing import Annotated
 
 from fp4convert.numerics.formats import FP4_FORMATS
 from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS
-from fp4convert.options.access import DeviceOptions, PartOptions, WorkOptions, ignore
+from fp4convert.options.access import DeviceOptions, PartOptions, Token, WorkOptions, ignore
 from fp4convert.options.arguments import (
     DTYPES,
     WORDS_OF_DTYPES,
     ArtifactArgument,
     Dialect,
     KeptDtype,
+    LargestKl,
+    LargestNmse,
+    LeastSqnr,
+    LeastTop1,
     NewFolder,
     SourceArgument,
 )
 from fp4convert.progress import Phases
-from fp4convert.recipes.options import TARGET, Option, RecipeName, Reference
+from fp4convert.recipes.options import HUB, QUALITY, TARGET, Option, RecipeName, Reference
 
 
 @dataclass(eq=False, repr=False)
@@ -116,5 +120,40 @@ class MergeOptions:
 
     output: Annotated[Reference, Option("The folder that holds all parts.", is_argument=True)]
     _: KW_ONLY
+    phases: Phases | None = None
+    tell: Callable[[str], None] = ignore
+
+
+@dataclass(eq=False, repr=False)
+class PushOptions:
+    """Upload a finished artifact, whole or not at all.
+
+    Every file is checked first; then one commit has all of them, with a model card and the
+    signature, if there is one. Exit code 6 when a gate is missed: nothing is uploaded.
+
+    Example: fp4convert push ./Llama-3.1-8B-NVFP4 me/Llama-3.1-8B-NVFP4 --min-sqnr 18
+    """
+
+    artifact: Annotated[
+        Reference, Option("The folder of an artifact that fp4convert made.", is_argument=True)
+    ]
+    repo: Annotated[
+        str, Option("Repository that receives it: ORG/NAME.", is_argument=True, value="ORG/NAME")
+    ]
+    _: KW_ONLY
+    private: Annotated[bool, Option("Make the repository private.", panel=HUB)] = False
+    token: Token = None
+    min_sqnr: LeastSqnr = None
+    max_nmse: LargestNmse = None
+    evaluation: Annotated[
+        Reference | None,
+        Option(
+            "What evaluate --json printed of this artifact, for the card and the gates of KL."
+            " Default: ARTIFACT.evaluation.json, where it is there.",
+            panel=QUALITY,
+        ),
+    ] = None
+    max_kl: LargestKl = None
+    min_top1: LeastTop1 = None
     phases: Phases | None = None
     tell: Callable[[str], None] = ignore

@@ -260,6 +260,7 @@ class Evaluated:
     by_layer mean KL of one layer of the artifact alone, and with all layers before it
     baseline its KL, the mean difference of windows to it, and the standard error of that
     passed   None without a gate
+    digest   of the artifact; None where nobody recorded it
     """
 
     tokens: int
@@ -277,6 +278,7 @@ class Evaluated:
     baseline: dict[str, float | None] | None
     findings: tuple[Finding, ...]
     passed: bool | None
+    digest: str | None = None
 
     def __repr__(self) -> str:
         """Say the verdict in a line, for the end of a notebook's cell."""
@@ -309,7 +311,7 @@ def evaluate(measured: Measured, gate: EvaluationGate, usual: UsualLoss | None =
     flips = None if not is_sure.any() else float(1 - measured.agrees[is_sure].mean())
     means = [float(losses.mean()) for losses in measured.losses]
     baseline = gate.baseline.compare(windows) if gate.baseline else None
-    findings = [*_check(kl["mean"], top1, _perplexity(means[1] - means[0]), gate)]
+    findings = [*check_limits(kl["mean"], top1, _perplexity(means[1] - means[0]), gate)]
     if baseline:
         findings += _check_regression(kl["mean"], baseline)
     return Evaluated(
@@ -344,8 +346,11 @@ def _perplexity(loss: float) -> float:
     return math.exp(min(loss, MOST_NATS))
 
 
-def _check(kl: float, top1: float, ratio: float, gate: EvaluationGate) -> Iterator[Finding]:
-    """Check the totals against the limits."""
+def check_limits(kl: float, top1: float, ratio: float, gate: EvaluationGate) -> Iterator[Finding]:
+    """Check the totals against the limits.
+
+    ratio  of the artifact's perplexity over the source's
+    """
     most = gate.max_kl
     if most is not None and not isinstance(most, str) and kl > most:
         detail = f"mean KL {kl:.4g} nats, expected at most {most:.4g}"

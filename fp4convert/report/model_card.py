@@ -1,4 +1,4 @@
-"""Write the model card of an artifact, and figures into a card.
+"""Write the model card of an artifact.
 
 The card takes over licence, languages, task and text of the source's card.  Text of a checkpoint
 stands in code spans, where markdown and HTML mean nothing.  The card is not in the artifact's
@@ -13,47 +13,74 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import granularity_word
 from fp4convert.checkpoint.dialects.target_forms import form_of
 from fp4convert.engines.files import Engine
+from fp4convert.engines.rows import Contents
 from fp4convert.engines.verdicts import Verdict, find_traps, judge_all, trap_text
-from fp4convert.errors import OutputError, shell_line
+from fp4convert.errors import shell_line
 from fp4convert.execution.settings import Result
 from fp4convert.numerics.formats import format_named
 from fp4convert.planning.engine_facts import load_code, plan_contents
 from fp4convert.planning.plan import Plan
-from fp4convert.report.text import adapter_text, evaluation_rows, fake_quantized_text, spell
-from fp4convert.report.user_files import Paper, check_place, write_paper
+from fp4convert.report.text import (
+    adapter_text,
+    artifact_rows,
+    fake_quantized_text,
+    spell,
+)
 from fp4convert.storage.checkpoint_files import CARD
-from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.source import Source
 from fp4convert.version import __version__
 
 # Words of the source's front matter.
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 WORD_LIMIT = 300  # characters of such a word
-CARD_LIMIT = 1 << 20  # bytes of the source's card
+CARD_LIMIT = 1 << 20  # bytes of a card
 KEPT_LINES = 40
 # Options that may name files of this machine: their names alone are told.
 PATHS = ("calibration", "global_scale", "input_scale", "lora", "recipe")
-ANY_CARD = Paper("--card", "README.md", "")
-# Between them is what `evaluate --card` writes.
-EVALUATION, EVALUATION_END = (
-    "<!-- made: fp4convert evaluate -->",
-    "<!-- end: fp4convert evaluate -->",
-)
-_EVALUATED = re.compile(f"{EVALUATION}((?!{EVALUATION}).)*?{EVALUATION_END}", re.DOTALL)
 _PLAIN = re.compile(r"(?!.*www)[A-Za-z0-9 ,.:'()+-]*")
 
 
+class Subject(NamedTuple):
+    """The artifact of a card, as a plan or its own files describe it.
+
+    origin    repository or name of the source
+    revision  commit of a repository; None for a folder
+    layers    number of quantized linear layers
+    rows      of a table of facts, the headings first
+    contents  facts that engine rows ask about; None where its parts are artifacts
+    kept      patterns of tensors that are not quantized, with their number and the reason
+    """
+
+    origin: str
+    revision: str | None
+    is_repo: bool
+    layers: int
+    format: str
+    dialect: str
+    kv_cache: str | None
+    config: Mapping[str, Any]
+    rows: Sequence[Sequence[object]]
+    contents: Contents | None
+    kept: Counter[tuple[str, str]]
+
+    @property
+    def place(self) -> str:
+        """Return how a command names the source."""
+        return self.origin if self.is_repo else f"./{Path(self.origin).name}"
+
+
 class CardRequest(NamedTuple):
-    """The contents of a card beside the plan.
+    """The contents of a card beside the artifact.
 
     repo       repository of the artifact
     options    of the command that makes the artifact again, with their values; None for an option
                that was not given
     errors     rows of a table, the headings first; None without measured errors
-    evaluated  the section of an earlier card, from evaluation_in
+    evaluated  the section on predictions, from evaluation_card
     """
 
     repo: str
@@ -62,97 +89,81 @@ class CardRequest(NamedTuple):
     evaluated: str = ""
 
 
-def make_card(plan: Plan, result: Result, source: Source, request: CardRequest) -> str:
-    """Return the text of README.md."""
-    known, body = _read_own_card(source)
-    checkpoint = source.checkpoint
-    at = f" at commit {code(checkpoint.revision)}" if checkpoint.revision else ""
-    made = f"{len(plan.quantized)} linear layers in {plan.target.format.upper()}"
+def make_card(subject: Subject, card: Source, request: CardRequest) -> str:
+    """Return the text of README.md.
+
+    card  a source with the model card of the original weights, if it has one
+    """
+    known, body = _read_own_card(card)
+    at = f" at commit {code(subject.revision)}" if subject.revision else ""
+    made = f"{subject.layers} linear layers in {subject.format.upper()}"
     parts = [
         f"# {code(request.repo.rpartition('/')[2])}",
-        f"{code(checkpoint.repo or source.name)}{at}, {made}, made by fp4convert {__version__}.",
-        _table(list(_facts(plan, result))),
+        f"{code(subject.origin)}{at}, {made}, made by fp4convert {__version__}.",
+        table(subject.rows),
         "## How it was made",
-        _fence("sh", _command(source, request.options)),
-        *_loading(plan, source, request.repo),
-        *([] if request.errors is None else ["## Errors", _table(request.errors)]),
+        _fence("sh", _command(subject, request.options)),
+        "## How to check it",
+        _fence("sh", _checks(subject, request.repo)),
+        *_loading(subject, request.repo),
+        *(["## Errors", table(request.errors)] if request.errors else []),
         *([request.evaluated] if request.evaluated not in body else []),
         "## What is not quantized",
-        "\n".join(_kept_lines(plan)),
+        "\n".join(_kept_lines(subject.kept)),
         *(["## The model card of the source", body] if body else []),
     ]
-    return f"---\n{_front_matter(plan, source, known)}\n---\n\n" + "\n\n".join(parts) + "\n"
+    return f"---\n{_front_matter(subject, known)}\n---\n\n" + "\n\n".join(parts) + "\n"
 
 
-def add_evaluation(path: Path, evaluated: dict[str, Any], source: Source, adapter: str = "") -> str:
-    """Write the figures of `evaluate` into a card.
+def describe_plan(plan: Plan, result: Result, source: Source) -> Subject:
+    """Describe the artifact that a plan has made."""
+    checkpoint, target = source.checkpoint, plan.target
+    steps = [step for step in plan.steps if step.action in ("copy", "skip")]
+    return Subject(
+        checkpoint.repo or source.name,
+        checkpoint.revision,
+        bool(checkpoint.repo),
+        len(plan.quantized),
+        target.format,
+        str(target.dialect),
+        target.kv_cache,
+        checkpoint.config,
+        list(_facts(plan, result)),
+        None if checkpoint.components else plan_contents(plan, checkpoint),
+        Counter((_starred(step.refs[0].name), step.reason) for step in steps),
+    )
 
-    An earlier section of figures is replaced, everything else stays; a missing card is made.
-    evaluated  the document of `evaluate --json`
-    adapter    name of the adapter that was merged into the source; empty without one
-    Returns    a line for a person
-    Raises     OutputError if it cannot be written
+
+def describe_artifact(artifact: Artifact, document: dict[str, Any], digest: str) -> Subject:
+    """Describe a finished artifact.
+
+    document  of `inspect`
     """
-    checkpoint = source.checkpoint
-    at = f" at commit {code(checkpoint.revision)}" if checkpoint.revision else ""
-    of = f"Beside {code(checkpoint.repo or source.name)}{at}"
-    of += f" with the adapter {code(adapter)} merged" if adapter else ""
-    of += ", by `fp4convert evaluate`"
-    # All of these words are ours.
-    rows = "\n".join(f"| {name} | {words} |" for name, words in evaluation_rows(evaluated).items())
-    parts = [EVALUATION, "## Predictions", f"{of} {__version__}.", f"| | |\n|---|---|\n{rows}"]
-    if layers := evaluated["by_layer"]:
-        named = [(row["layer"], row["alone"], row["cumulated"]) for row in layers]
-        parts += [
-            "Mean KL divergence by layer, in nats:",
-            _table([("layer", "alone", "cumulated"), *named]),
-        ]
-    section = "\n\n".join([*parts, EVALUATION_END])
+    from fp4convert.quality.engine_check import artifact_contents
 
-    text = _read_card(path)
-    if _EVALUATED.search(text):
-        text = _EVALUATED.sub(lambda _: section, text, count=1)
-    else:
-        text = f"{text.rstrip()}\n\n{section}\n".lstrip("\n")
-    write_paper(path, text, ANY_CARD)
-    return f"card: {path}"
+    origin = artifact.record.get("source")
+    origin = origin if isinstance(origin, dict) else {}
+    stored = {ref.name for packed in artifact.packed.values() for ref in packed.refs}
+    rows = [("", ""), *artifact_rows(document).items(), ("digest", digest)]
+    cache = document.get("kv_cache")
+    return Subject(
+        str(origin.get("repo") or "SOURCE"),
+        origin.get("revision"),
+        bool(origin.get("repo")),
+        len(artifact.packed),
+        str(document["format"]),
+        artifact.dialect,
+        cache["dtype"] if cache else None,
+        artifact.source.checkpoint.config,
+        [(word, text if word == "" else code(text)) for word, text in rows],
+        artifact_contents(artifact, ()),
+        Counter((_starred(name), "as in the source") for name in artifact.tensors.keys() - stored),
+    )
 
 
-def evaluation_in(path: Path) -> str:
-    """Return the section of `evaluate` in a card; "" without one."""
-    if not path.is_file():
-        return ""
-    with path.open("rb") as stream:
-        text = stream.read(CARD_LIMIT).decode("utf-8", "replace")
-    return found[0] if (found := _EVALUATED.search(text)) else ""
-
-
-def check_card(path: Path) -> None:
-    """Raise OutputError if no card can be written or added to."""
-    check_place(path, ANY_CARD)
-    _read_card(path)
-
-
-def _read_card(path: Path) -> str:
-    """Return the text of a card; "" without a card.
-
-    Raises  OutputError for a file that is no text, or longer than any card
-    """
-    if not path.exists():
-        return ""
-    expected = f"expected a text in UTF-8 of at most {CARD_LIMIT:,} bytes"
-    with write_errors_at(path), path.open("rb") as stream:
-        data = stream.read(CARD_LIMIT + 1)
-    try:
-        if len(data) > CARD_LIMIT:
-            raise ValueError(f"more than {CARD_LIMIT:,} bytes")
-        text = data.decode("utf-8")
-        if text.count(EVALUATION) != text.count(EVALUATION_END):
-            raise ValueError(f"one of {EVALUATION} and {EVALUATION_END} stands alone")
-        return text
-    except ValueError as error:
-        detail = f"{path} is no model card: {error}; {expected}"
-        raise OutputError("cannot-write", detail, "Give another: --card README.md.") from None
+def _starred(name: str) -> str:
+    """Replace the numbers in a name by stars."""
+    return re.sub(r"\d+", "*", name)
 
 
 def code(text: object) -> str:
@@ -167,22 +178,20 @@ def code(text: object) -> str:
     return f"{fence}{pad}{shown}{pad}{fence}"
 
 
-def _front_matter(plan: Plan, source: Source, known: Mapping[str, Any]) -> str:
+def _front_matter(subject: Subject, known: Mapping[str, Any]) -> str:
     """Return the YAML between the dashes, spelled by huggingface_hub."""
     from huggingface_hub import ModelCardData
 
-    target, checkpoint = plan.target, source.checkpoint
     ours: dict[str, Any] = {}
-    if checkpoint.repo:
-        ours |= {"base_model": checkpoint.repo, "base_model_relation": "quantized"}
-    loads = {
-        each.engine.key for each in judge_all(plan_contents(plan, checkpoint)) if each.may_load
-    }
-    if "transformers" in loads and checkpoint.config.get("architectures"):
+    if subject.is_repo:
+        ours |= {"base_model": subject.origin, "base_model_relation": "quantized"}
+    verdicts = judge_all(subject.contents) if subject.contents else ()
+    loads = {each.engine.key for each in verdicts if each.may_load}
+    if "transformers" in loads and subject.config.get("architectures"):
         ours["library_name"] = "transformers"
     elif "mlx" in loads:
         ours["library_name"] = "mlx"
-    tags = ["fp4convert", target.format, str(target.dialect)]
+    tags = ["fp4convert", subject.format, subject.dialect]
     return str(ModelCardData(**known, **ours, tags=tags, ignore_metadata_errors=True).to_yaml())
 
 
@@ -252,11 +261,10 @@ def _facts(plan: Plan, result: Result) -> Iterator[tuple[object, ...]]:
     yield "digest", result.digest
 
 
-def _command(source: Source, options: Mapping[str, object]) -> str:
+def _command(subject: Subject, options: Mapping[str, object]) -> str:
     """Return the command that makes the artifact again, for a shell."""
-    checkpoint = source.checkpoint
-    pinned = {"revision": checkpoint.revision} if checkpoint.repo else {}
-    words = ["fp4convert", "quantize", checkpoint.repo or f"./{source.name}"]
+    pinned = {"revision": subject.revision} if subject.is_repo else {}
+    words = ["fp4convert", "quantize", subject.place]
     for name, value in {**options, **pinned}.items():
         for one in value if isinstance(value, list | tuple) else [value]:
             if one in (None, False):
@@ -269,30 +277,34 @@ def _command(source: Source, options: Mapping[str, object]) -> str:
     return shell_line(*words)
 
 
+def _checks(subject: Subject, repo: str) -> str:
+    """Return the commands that check an artifact by its source."""
+    lines = [shell_line("fp4convert", "verify", repo, "--source", subject.place)]
+    if subject.is_repo:
+        lines.append(shell_line("fp4convert", "reproduce", repo))
+    return "\n".join(lines)
+
+
 def _fence(language: str, text: str) -> str:
     """Write a block of code that its text cannot end."""
     fence = "`" * max(3, max(map(len, re.findall("`+", text)), default=0) + 1)
     return f"{fence}{language}\n{text}\n{fence}"
 
 
-def _loading(plan: Plan, source: Source, repo: str) -> Iterator[str]:
+def _loading(subject: Subject, repo: str) -> Iterator[str]:
     """Yield sections on engines that load it, and on engines that fail."""
-    config = source.checkpoint.config
-    if source.checkpoint.components:
-        return  # whose parts are artifacts, each of its own
-    contents = plan_contents(plan, source.checkpoint)
-    for verdict in judge_all(contents):
-        is_model = bool(config.get("architectures")) or not verdict.engine.code
+    if subject.contents is None:
+        return
+    for verdict in judge_all(subject.contents):
+        is_model = bool(subject.config.get("architectures")) or not verdict.engine.code
         if verdict.may_load and is_model:
-            yield from _with_engine(verdict, plan, config, repo)
-    if traps := [trap_text(*trap) for trap in find_traps(contents)]:
+            yield from _with_engine(verdict, subject, repo)
+    if traps := [trap_text(*trap) for trap in find_traps(subject.contents)]:
         yield "## Known not to load it"
         yield "\n".join(f"- {trap}." for trap in traps)
 
 
-def _with_engine(
-    verdict: Verdict, plan: Plan, config: Mapping[str, Any], repo: str
-) -> Iterator[str]:
+def _with_engine(verdict: Verdict, subject: Subject, repo: str) -> Iterator[str]:
     """Yield a heading for an engine, its needs, and the line to type."""
     engine = verdict.engine
     yield f"## With {engine.name}"
@@ -300,10 +312,10 @@ def _with_engine(
     says = verdict.row.says if verdict.row else verdict.why
     yield f"{verdict.words[0].upper()}{verdict.words[1:]}: it {says}.{versions}"
     if engine.code:
-        yield _install(engine, str(plan.target.dialect))
-        yield _fence("python", "\n".join(load_code(engine, config, repo)))
+        yield _install(engine, subject.dialect)
+        yield _fence("python", "\n".join(load_code(engine, subject.config, repo)))
     elif "{output}" in engine.serve:
-        yield _fence("sh", engine.serving(plan.target.kv_cache).format(output=repo))
+        yield _fence("sh", engine.serving(subject.kv_cache).format(output=repo))
 
 
 def _install(engine: Engine, dialect: str) -> str:
@@ -311,22 +323,18 @@ def _install(engine: Engine, dialect: str) -> str:
     return f"`pip install {packages}`"
 
 
-def _kept_lines(plan: Plan) -> Iterator[str]:
-    """Yield a line for every pattern of tensors that are not four-bit.
-
-    Numbers of layers become stars.
-    """
-    steps = [step for step in plan.steps if step.action in ("copy", "skip")]
-    counts = Counter((re.sub(r"\d+", "*", step.refs[0].name), step.reason) for step in steps)
-    for (pattern, reason), count in list(counts.items())[:KEPT_LINES]:
-        yield f"- {code(pattern)}: {count}, {_cell(reason)}"
-    if len(counts) > KEPT_LINES:
-        yield f"- {len(counts) - KEPT_LINES} patterns more, {len(steps)} tensors in all"
-    if not counts:
+def _kept_lines(kept: Counter[tuple[str, str]]) -> Iterator[str]:
+    """Yield a line for every pattern of tensors that are not four-bit."""
+    for (pattern, reason), count in list(kept.items())[:KEPT_LINES]:
+        tensors = "1 tensor" if count == 1 else f"{count} tensors"
+        yield f"- {code(pattern)}: {tensors}, {_cell(reason)}"
+    if len(kept) > KEPT_LINES:
+        yield f"- {len(kept) - KEPT_LINES} patterns more, {kept.total()} tensors in all"
+    if not kept:
         yield "Nothing."
 
 
-def _table(rows: Sequence[Sequence[object]]) -> str:
+def table(rows: Sequence[Sequence[object]]) -> str:
     """Write rows as a table of markdown, the first its headings."""
     lines = [f"| {' | '.join(map(_cell, row))} |" for row in rows]
     if not lines:

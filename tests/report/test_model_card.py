@@ -15,7 +15,8 @@ from fp4convert.conversion.quantize import prepare_quantize, quantize
 from fp4convert.conversion.request import take_apart
 from fp4convert.execution.settings import Settings
 from fp4convert.options.writing import QuantizeOptions
-from fp4convert.report.model_card import EVALUATION, EVALUATION_END, CardRequest, code, make_card
+from fp4convert.report.evaluation_card import EVALUATION, EVALUATION_END
+from fp4convert.report.model_card import CardRequest, code, describe_plan, make_card
 from fp4convert.storage.open import open_source
 
 REPO = "me/m-NVFP4"
@@ -49,9 +50,9 @@ def card_of(folder, output, options=None, **more) -> tuple[str, object]:
     source = open_source(str(folder))
     plan = prepare_quantize(take_apart(source, asked))
     result = quantize(source, plan, output, Settings("cpu"))
-    return make_card(
-        plan, result, source, CardRequest(REPO, asked.that_make_bytes(), **more)
-    ), result
+    subject = describe_plan(plan, result, source)
+    request = CardRequest(REPO, asked.that_make_bytes(), **more)
+    return make_card(subject, source, request), result
 
 
 def render(card: str) -> str:
@@ -178,8 +179,10 @@ def test_what_it_says_of_the_artifact(tmp_path):
         == f"{result.source_bytes / 1e6:.2f} MB before, {result.output_bytes / 1e6:.2f} MB after"
     )
     assert "7 linear layers in NVFP4" in card
-    assert "- `model.layers.*.input_layernorm.weight`: 1, 1-dimensional, not a matrix" in card
-    assert "- `lm_head.weight`: 1, an output head" in card
+    assert (
+        "- `model.layers.*.input_layernorm.weight`: 1 tensor, 1-dimensional, not a matrix" in card
+    )
+    assert "- `lm_head.weight`: 1 tensor, an output head" in card
     assert "## Errors" not in card
 
 

@@ -97,10 +97,10 @@ class Pusher:
         try:
             validate_repo_id(self.repo if "/" in self.repo else "")
         except ValueError:
-            detail = f"--push-to-hub {self.repo}: not a name of a repository; expected ORG/NAME"
+            detail = f"{self.repo}: not a name of a repository; expected ORG/NAME"
             raise InputError("repo-name", detail) from None
         if constants.HF_HUB_OFFLINE:
-            detail = "HF_HUB_OFFLINE is set, and --push-to-hub needs the network"
+            detail = "HF_HUB_OFFLINE is set, and a push needs the network"
             raise InputError("offline", detail, "Unset one of them.")
         for name in names:
             check_name(name)
@@ -379,6 +379,8 @@ class Pusher:
         missing = [file for file in files if not head.holds(file)]
         stale = self._places.stale_files(head, self._ours, {file.name for file in files})
         if not missing and not stale:
+            if head.commit == parent.commit:
+                self._tell(f"{self.repo}: every file is there already, and nothing is committed")
             return head
         if head.commit != parent.commit:
             found = f"{self.repo}: somebody else committed {head.commit[:8]} since this run began"
