@@ -31,8 +31,9 @@ from fp4convert.recipes.options import PANELS
 
 HELP = GOLDEN / "help"
 COMMANDS = (
-    *("quantize", "dequantize", "transcode", "merge", "prune", "calibrate", "analyze", "evaluate"),
-    *("inspect", "verify", "compare", "reproduce", "attest", "explain", "doctor", "recipes"),
+    *("quantize", "dequantize", "transcode", "merge", "push", "prune", "calibrate", "analyze"),
+    *("evaluate", "inspect", "verify", "compare", "reproduce", "attest", "explain", "doctor"),
+    "recipes",
 )
 HEAVY = (
     *("torch", "cupy", "transformers", "huggingface_hub", "httpx2", "plotly"),
