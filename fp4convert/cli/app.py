@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from contextlib import nullcontext, redirect_stdout
 from errno import EIO, EMFILE, ENAMETOOLONG, ENFILE, ENOMEM, ENOSPC, ESTALE
 from inspect import getdoc
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -19,13 +20,14 @@ import typer
 
 from fp4convert.cli.commands import COMMANDS
 from fp4convert.cli.help import WIDEST
-from fp4convert.cli.options import flags_of
+from fp4convert.cli.options import JSON, QUIET, VERBOSE, flags_of
 from fp4convert.cli.typer_startup import PlainCommand, PlainGroup
 from fp4convert.errors import Fp4Error, InputError, Interrupted, OutputError, shell_line
 from fp4convert.process import Stopped, instruction_set, sturdy_streams, uncovered
 
 # Options without meaning for an empty word; others refuse one themselves.
 NOT_EMPTY = ("--source", "--output", "-o", "--revision", "--subfolder", "--report", "--sarif")
+SHARED = frozenset(flag for each in (JSON, QUIET, VERBOSE) for flag in flags_of(each))
 REPORT_IT = "Report it, with the command and the traceback on stderr."
 ABOUT = """Quantize safetensors checkpoints to NVFP4 or MXFP4 for inference engines.
 
@@ -182,7 +184,12 @@ def _interrupted(stopped: Stopped) -> Interrupted:
 
 
 def _as_options(words: list[str]) -> list[str]:
-    """Write the commands help and version, and an empty line, as options."""
+    """Write the commands help and version, and an empty line, as options.
+
+    Options of every command may stand before its name.
+    """
+    first = list(takewhile(SHARED.__contains__, words))
+    words = [*words[len(first) :], *first]
     match words:
         case []:
             return ["--help"]

@@ -4,7 +4,7 @@ from fp4convert.cli.options import Command
 
 # Of a command that only looks, a person is not asked how the Hub is read.
 LOOKING = frozenset({"memory"})
-CONVERT, CHECK, PREPARE, HELP = "Convert", "Check", "Prepare", "Help"
+CONVERT, CHECK, PREPARE, MORE = "Convert", "Check", "Prepare", "More"
 COMMANDS: dict[str, Command] = {  # in the order and under the headings of --help
     "quantize": Command(
         "writing:QuantizeOptions",
@@ -28,9 +28,6 @@ COMMANDS: dict[str, Command] = {  # in the order and under the headings of --hel
     "push": Command(
         "rewriting:PushOptions", CONVERT, "commands.upload:push", "draw_results:draw_pushed"
     ),
-    "merge": Command(
-        "rewriting:MergeOptions", CONVERT, "commands.convert:merge", "draw_results:draw_merged"
-    ),
     "inspect": Command(
         "looking:InspectOptions",
         CHECK,
@@ -47,6 +44,13 @@ COMMANDS: dict[str, Command] = {  # in the order and under the headings of --hel
         verdict="passed",
         hidden=LOOKING,
     ),
+    "evaluate": Command(
+        "measuring:EvaluateOptions",
+        CHECK,
+        "commands.evaluation:evaluate",
+        "draw_quality:draw_evaluation",
+        verdict="passed",
+    ),
     "compare": Command(
         "measuring:CompareOptions",
         CHECK,
@@ -55,26 +59,8 @@ COMMANDS: dict[str, Command] = {  # in the order and under the headings of --hel
         verdict="passed",
         hidden=LOOKING,
     ),
-    "reproduce": Command(
-        "looking:ReproduceOptions",
-        CHECK,
-        "commands.reproduction:reproduce",
-        "draw_results:draw_reproduced",
-        verdict="reproduced",
-        hidden=frozenset({"force"}),
-    ),
-    "attest": Command(
-        "looking:AttestOptions", CHECK, "commands.attestation:attest", "draw_results:draw_attested"
-    ),
-    "evaluate": Command(
-        "measuring:EvaluateOptions",
-        CHECK,
-        "commands.evaluation:evaluate",
-        "draw_quality:draw_evaluation",
-        verdict="passed",
-    ),
-    "analyze": Command(
-        "looking:AnalyzeOptions", PREPARE, "commands.quality:analyze", "draw_quality:draw_study"
+    "explain": Command(
+        "looking:ExplainOptions", CHECK, "commands.reference:explain", "draw_results:draw_explained"
     ),
     "calibrate": Command(
         "measuring:CalibrateOptions",
@@ -82,20 +68,34 @@ COMMANDS: dict[str, Command] = {  # in the order and under the headings of --hel
         "commands.calibration:calibrate",
         "draw_quality:draw_calibrated",
     ),
+    "merge": Command(
+        "rewriting:MergeOptions", MORE, "commands.convert:merge", "draw_results:draw_merged"
+    ),
+    "analyze": Command(
+        "looking:AnalyzeOptions", MORE, "commands.quality:analyze", "draw_quality:draw_study"
+    ),
     "prune": Command(
         "rewriting:PruneOptions",
-        PREPARE,
+        MORE,
         "commands.convert:prune",
         "draw_results:draw_result",
         preview="commands.convert:preview_prune",
     ),
-    "recipes": Command(
-        "looking:RecipesOptions", HELP, "commands.reference:recipes", "draw_results:draw_recipes"
+    "reproduce": Command(
+        "looking:ReproduceOptions",
+        MORE,
+        "commands.reproduction:reproduce",
+        "draw_results:draw_reproduced",
+        verdict="reproduced",
+        hidden=frozenset({"force"}),
     ),
-    "explain": Command(
-        "looking:ExplainOptions", HELP, "commands.reference:explain", "draw_results:draw_explained"
+    "attest": Command(
+        "looking:AttestOptions", MORE, "commands.attestation:attest", "draw_results:draw_attested"
+    ),
+    "recipes": Command(
+        "looking:RecipesOptions", MORE, "commands.reference:recipes", "draw_results:draw_recipes"
     ),
     "doctor": Command(
-        "looking:DoctorOptions", HELP, "cli.doctor:doctor", "draw_results:draw_examination"
+        "looking:DoctorOptions", MORE, "cli.doctor:doctor", "draw_results:draw_examination"
     ),
 }

@@ -58,6 +58,7 @@ NO_OPTION = {  # the answer: theirs
 }
 COMMANDS = {  # ours: theirs
     "quantize": "convert quant quantise compress oneshot",
+    "push": "upload publish",
     "dequantize": "dequant unpack restore decompress dequantise",
     "transcode": "export repack",
     "inspect": "info show describe scan view",
@@ -88,7 +89,21 @@ def answer_option(name: str, known: Collection[str], command: str) -> str:
             return f"fp4convert calls it {ours}. {REMARKS.get(ours, '')}".rstrip()
     by_name = {_plain(flag): flag for flag in known if flag.startswith("--")}
     near = get_close_matches(plain, by_name, 1, NEAR)
-    return f"Did you mean {by_name[near[0]]}?" if near else ""
+    if near:
+        return f"Did you mean {by_name[near[0]]}?"
+    having = [each for each, row in _commands().items() if f"--{plain}" in row]
+    return f"It is an option of fp4convert {', '.join(having)}." if having else ""
+
+
+def _commands() -> dict[str, set[str]]:
+    """Return the flags of every command."""
+    from fp4convert.cli.commands import COMMANDS
+    from fp4convert.cli.options import flags_of
+
+    return {
+        name: {flag for each in command.declared() for flag in flags_of(each)}
+        for name, command in COMMANDS.items()
+    }
 
 
 def answer_command(word: str, known: Iterable[str]) -> str:

@@ -13,6 +13,8 @@ from fp4convert.recipes.options import PANELS
 
 FEW = 12  # options that need no headings, --help among them
 WIDEST = 100  # of a page
+SCREEN = 45  # lines
+RARE = "rare "  # begins the heading of an option that is left out first
 INDENT, GAP = "  ", "  "
 NO_BREAK = "\u00a0"  # a space within a default, which stands in one line
 MOST_LEFT = 26  # characters of an option and its value; longer ones have a line to themselves
@@ -21,28 +23,58 @@ DOCS = "docs/ of the repository; docs/engines.md says what to type for your engi
 Rows = list[tuple[str, str]]
 
 
-def draw_command(usage: str, text: str, parameters: Sequence[Any], width: int) -> str:
+def draw_command(
+    usage: str, text: str, parameters: Sequence[Any], width: int, is_all: bool = False
+) -> str:
     """Return the page of one command.
+
+    Where it would not fit one screen, rare options and all but the first sentences are left out.
 
     text        its docstring
     parameters  typer's, arguments first
+    is_all      leave nothing out
+    """
+    page = _page(usage, text, parameters, width)
+    if is_all or len(page) <= SCREEN:
+        return "\n".join(page)
+    shown = [each for each in parameters if not (each.rich_help_panel or "").startswith(RARE)]
+    left = len(parameters) - len(shown)
+    more = f"{left} more options: {usage} --help all"
+    return "\n".join([*_page(usage, text, shown, width, is_short=True), "", more])
+
+
+def _page(
+    usage: str, text: str, parameters: Sequence[Any], width: int, is_short: bool = False
+) -> list[str]:
+    """Return the lines of a page with these parameters.
+
+    is_short  the first sentence of each, under one heading
     """
     arguments = [each for each in parameters if each.param_type_name == "argument"]
     options = [each for each in parameters if each.param_type_name != "argument"]
     words = " ".join(["[OPTIONS]", *(_in_usage(each) for each in arguments)])
     sections: list[tuple[str, Rows]] = [("Arguments", [_row(each) for each in arguments])]
-    if len(options) <= FEW:
+    if len(options) <= FEW or is_short:
         sections.append(("Options", [_row(each) for each in options]))
     else:
         shown = {panel: list[Any]() for panel in PANELS}
         for each in options:
-            shown[getattr(each, "rich_help_panel", None) or PANELS[-1]].append(each)
+            panel = (getattr(each, "rich_help_panel", None) or PANELS[-1]).removeprefix(RARE)
+            shown[panel].append(each)
         sections += [(panel, [_row(each) for each in held]) for panel, held in shown.items()]
+    if is_short:
+        sections = [
+            (
+                panel,
+                [(left, f"{right.partition('. ')[0].removesuffix('.')}.") for left, right in rows],
+            )
+            for panel, rows in sections
+        ]
     told, _, example = text.partition(EXAMPLE)
     lines = [f"Usage: {usage} {words}", "", *_paragraphs(told, width), *_draw(sections, width)]
     if example:
         lines += ["", "Example:", *_lay_out(" ".join(example.split()), width)]
-    return "\n".join(lines)
+    return lines
 
 
 def draw_group(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
+from fp4convert.cli.help import RARE
 from fp4convert.commands.checks import checked
 from fp4convert.process import bus_errors
 from fp4convert.recipes.options import (
@@ -37,7 +38,9 @@ QUIET = Declared(
     "quiet",
     bool,
     False,
-    Option("Print no progress and no warnings.", flags=("--quiet", "-q"), panel=OUTPUT),
+    Option(
+        "Print no progress and no warnings.", flags=("--quiet", "-q"), panel=OUTPUT, is_rare=True
+    ),
 )
 VERBOSE = Declared(
     "verbose",
@@ -47,6 +50,7 @@ VERBOSE = Declared(
         "Print versions, the time of every step, and peak memory.",
         flags=("--verbose", "-v"),
         panel=OUTPUT,
+        is_rare=True,
     ),
 )
 DRY_RUN = Declared(
@@ -159,7 +163,7 @@ def parameter_of(declared: Declared) -> Parameter:
         "help": help_with_words(option) if option.value else option.help,
         "min": option.least,
         "metavar": _argument_text(declared) or _value_text(declared, plain),
-        "rich_help_panel": option.panel or None,
+        "rich_help_panel": f"{RARE if option.is_rare else ''}{option.panel}" or None,
     }
     if option.words or option.is_recipe or option.is_code:
         how["autocompletion"] = _completion_for(option)

@@ -5,6 +5,7 @@ typer imports pydantic to check a value, which doubles the time before the work 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 
@@ -67,8 +68,9 @@ class PlainCommand(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from fp4convert.cli.help import draw_command
 
+        is_all = sys.argv[-1:] == ["all"]  # --help all
         page = draw_command(
-            ctx.command_path, self.help or "", self.get_params(ctx), formatter.width
+            ctx.command_path, self.help or "", self.get_params(ctx), formatter.width, is_all
         )
         formatter.write(page + "\n")
 

@@ -102,7 +102,7 @@ def quantize(
     format: Format of the quantized weights. --for chooses it. One of: nvfp4, mxfp4, fp8, mxfp8.
     engine: Engine that is to load it, or ENGINE:VERSION. One of: vllm, sglang, tensorrt-llm,
         transformers, llama.cpp, mlx, comfyui, diffusers.
-    output: New folder. Default: ./NAME-FORMAT.
+    output: New folder. Default: ./NAME-FORMAT, and dialect, activations, method unless usual.
     dialect: Tensor names and config records that your engine reads. Default: compressed-tensors.
         One of: compressed-tensors, modelopt, quark, gpt-oss, deepseek, mlx, comfy, nunchaku, gguf,
         plain.
@@ -368,7 +368,7 @@ def push(
     max_nmse: Fail when the normalized squared error of a tensor is above this.
     evaluation: What evaluate --json printed of this artifact, for the card and the gates of KL.
         Default: ARTIFACT.evaluation.json, where it is there.
-    max_kl: Fail when the mean KL divergence is above this many nats; usual and damage: above 1.3 or
+    max_kl: Fail when the mean KL divergence is above this many nats. usual and damage: above 1.3 or
         3 times what is usual for this format, method and size.
     min_top1: Fail when the likeliest token is the same less often; 0.95 is 95 %.
     """
@@ -376,28 +376,6 @@ def push(
     from fp4convert.commands import upload
 
     return upload.push(options)
-
-
-@by_name
-def merge(
-    output: Reference,
-    *,
-    phases: Phases | None = None,
-    tell: Callable[[str], None] = ignore,
-) -> dict[str, Any]:
-    """Finish a conversion whose parts are done: the command `merge`.
-
-    Every shard is checked, scale groups are compared, the records are written.  Shards that no
-    seal proves untouched are read again (docs/resume.md).
-    Returns  what `merge --json` prints
-    Raises   InputError where it holds no plan; OutputError where a shard is missing or damaged
-
-    output: The folder that holds all parts.
-    """
-    options = checked(MergeOptions(**locals()))
-    from fp4convert.commands import convert
-
-    return convert.merge(options)
 
 
 @by_name
@@ -496,6 +474,76 @@ def verify(
 
 
 @by_name
+def evaluate(
+    artifact: Reference,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | None = None,
+    memory: float = 1.0,
+    config: Reference | None = None,
+    tell: Callable[[str], None] = ignore,
+    text: Reference | Iterable[Reference] | None = None,
+    dataset: Reference | None = None,
+    self_generate: int | None = None,
+    samples: int = 128,
+    sequence_length: int | None = None,
+    device: str = "auto",
+    hold: float = 8.0,
+    source: Reference,
+    lora: Reference | Iterable[Reference] | None = (),
+    by_layer: bool = False,
+    max_kl: float | str | None = None,
+    min_top1: float | None = None,
+    max_ppl_ratio: float | None = None,
+    baseline: Reference | None = None,
+    card: Reference | None = None,
+    report: Reference | None = None,
+    sarif: Reference | None = None,
+    phases: Phases | None = None,
+) -> "Evaluated":
+    """Measure how an artifact's predictions differ from its source's.
+
+    A layer of each is in memory at a time.  One of text, dataset and self_generate is given: the
+    command `evaluate`.
+    Returns  the figures; `passed` is False where the command exits with 6
+    Raises   Fp4Error: InputError for text or models that cannot be used or are not one model, or
+             without the packages that run them
+
+    artifact: A quantized checkpoint: a folder, one file, or ORG/NAME on the Hub.
+    source: The original checkpoint, to compare with.
+    lora: The LoRA adapter that --source was merged with, as quantize --lora had it.
+    by_layer: Also what each layer costs: two more runs for every layer.
+    max_kl: Fail when the mean KL divergence is above this many nats. usual and damage: above 1.3 or
+        3 times what is usual for this format, method and size.
+    min_top1: Fail when the likeliest token is the same less often; 0.95 is 95 %.
+    max_ppl_ratio: Fail when perplexity over the source's is above this; 1.02 is 2 % more.
+    baseline: Fail when KL is worse than in this record of evaluate --json. It is of the same text;
+        worse is above 1.05 times, and by more than two standard errors.
+    card: Write the figures into a model card; what else it says stays.
+    report: Write an HTML page that shows the quantization error of every layer.
+    sarif: Write the findings as SARIF 2.1.0, for code scanning.
+    sequence_length: Tokens of a window; each is read by itself. Default: up to 512.
+    text: A file of plain text; may be given several times.
+    dataset: jsonl or parquet: conversations ('messages'), which the model's chat template writes,
+        with images or sound its processor, or 'text'.
+    self_generate: No data: let the model write this many sequences.
+    samples: Largest number of samples, spread evenly over the data.
+    device: auto takes a GPU, else the CPU.
+    hold: With --self-generate: GB of weights held in memory.
+    revision: Branch, tag or commit. Default: main.
+    subfolder: Subfolder that holds the checkpoint.
+    token: Access token. Better: hf auth login. [env: HF_TOKEN]
+    memory: GB of memory at most, unless one scale group needs more.
+    config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    """
+    options = checked(EvaluateOptions(**locals()))
+    from fp4convert.commands import evaluation
+
+    return evaluation.evaluate(options)
+
+
+@by_name
 def compare(
     artifacts: Iterable[Reference],
     *,
@@ -552,205 +600,6 @@ def compare(
     from fp4convert.commands import quality
 
     return quality.compare(options)
-
-
-@by_name
-def reproduce(
-    artifact: Reference,
-    *,
-    revision: str | None = None,
-    subfolder: str | None = None,
-    token: str | None = None,
-    memory: float = 1.0,
-    config: Reference | None = None,
-    tell: Callable[[str], None] = ignore,
-    workers: int = 0,
-    force: bool = False,
-    phases: Phases | None = None,
-    warn: Callable[[Iterable[str]], None] | None = None,
-    device: str = "auto",
-    source: Reference | None = None,
-    calibration: Reference | None = None,
-    lora: Reference | Iterable[Reference] | None = (),
-    global_scale: Reference | None = None,
-    input_scale: Reference | None = None,
-    recipe: str | None = None,
-) -> dict[str, Any]:
-    """Make an artifact again from its record alone, and compare hashes.
-
-    The command `reproduce`.
-
-    Every shard passes through a file in the folder for temporary files, which is removed as soon
-    as its hash is known; the input of a transcode step lies there whole until the step ends.
-    Returns  what `reproduce --json` prints; `reproduced` is False where the command exits with 6
-    Raises   Fp4Error, as `quantize` does; InputError for a record without options or hashes, and
-             for a file that differs from the recorded one
-
-    artifact: An artifact, or its quantization_config.json alone: a folder, a file, or ORG/NAME.
-    source: What it was made from. Default: the repository and commit in the record.
-    calibration: Statistics of this source, a file made by fp4convert calibrate.
-    lora: The LoRA adapter that --source was merged with, as quantize --lora had it.
-    global_scale: What quantize had as --global-scale.
-    input_scale: The artifact or file that quantize had as --input-scale.
-    recipe: A recipe that fp4convert recipes lists, or a TOML file of your own.
-    device: auto takes the CPU, and GPUs that pass a check where the plan says they win.
-    workers: Number of threads; 0 chooses by the device.
-    force: Replace what an earlier run of fp4convert left in the output folder.
-    revision: Branch, tag or commit. Default: main.
-    subfolder: Subfolder that holds the checkpoint.
-    token: Access token. Better: hf auth login. [env: HF_TOKEN]
-    memory: GB of memory at most, unless one scale group needs more.
-    config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    """
-    options = checked(ReproduceOptions(**locals()))
-    from fp4convert.commands import reproduction
-
-    return reproduction.reproduce(options)
-
-
-@by_name
-def attest(
-    artifact: Reference,
-    *,
-    key: Reference,
-    force: bool = False,
-    phases: Phases | None = None,
-) -> dict[str, Any]:
-    """Sign the files of an artifact: the command `attest`.
-
-    The signature, model.sig, is of every file beside it, by the package model-signing.
-    Returns  what `attest --json` prints
-    Raises   InputError for what is no finished artifact, has damaged files, or for a key that
-             cannot sign; OutputError for a signature that is there, or cannot be written
-
-    artifact: The folder of an artifact on this disk.
-    key: Private key in PEM of an elliptic curve: P-256, P-384 or P-521; no password.
-    force: Replace the signature that is there.
-    """
-    options = checked(AttestOptions(**locals()))
-    from fp4convert.commands import attestation
-
-    return attestation.attest(options)
-
-
-@by_name
-def evaluate(
-    artifact: Reference,
-    *,
-    revision: str | None = None,
-    subfolder: str | None = None,
-    token: str | None = None,
-    memory: float = 1.0,
-    config: Reference | None = None,
-    tell: Callable[[str], None] = ignore,
-    text: Reference | Iterable[Reference] | None = None,
-    dataset: Reference | None = None,
-    self_generate: int | None = None,
-    samples: int = 128,
-    sequence_length: int | None = None,
-    device: str = "auto",
-    hold: float = 8.0,
-    source: Reference,
-    lora: Reference | Iterable[Reference] | None = (),
-    by_layer: bool = False,
-    max_kl: float | str | None = None,
-    min_top1: float | None = None,
-    max_ppl_ratio: float | None = None,
-    baseline: Reference | None = None,
-    card: Reference | None = None,
-    report: Reference | None = None,
-    sarif: Reference | None = None,
-    phases: Phases | None = None,
-) -> "Evaluated":
-    """Measure how an artifact's predictions differ from its source's.
-
-    A layer of each is in memory at a time.  One of text, dataset and self_generate is given: the
-    command `evaluate`.
-    Returns  the figures; `passed` is False where the command exits with 6
-    Raises   Fp4Error: InputError for text or models that cannot be used or are not one model, or
-             without the packages that run them
-
-    artifact: A quantized checkpoint: a folder, one file, or ORG/NAME on the Hub.
-    source: The original checkpoint, to compare with.
-    lora: The LoRA adapter that --source was merged with, as quantize --lora had it.
-    by_layer: Also what each layer costs: two more runs for every layer.
-    max_kl: Fail when the mean KL divergence is above this many nats; usual and damage: above 1.3 or
-        3 times what is usual for this format, method and size.
-    min_top1: Fail when the likeliest token is the same less often; 0.95 is 95 %.
-    max_ppl_ratio: Fail when perplexity over the source's is above this; 1.02 is 2 % more.
-    baseline: Fail when KL is worse than in this record, an earlier evaluate --json of the same
-        text: above 1.05 times, and by more than two standard errors.
-    card: Write the figures into a model card; what else it says stays.
-    report: Write an HTML page that shows the quantization error of every layer.
-    sarif: Write the findings as SARIF 2.1.0, for code scanning.
-    sequence_length: Tokens of a window; each is read by itself. Default: up to 512.
-    text: A file of plain text; may be given several times.
-    dataset: jsonl or parquet: conversations ('messages'), which the model's chat template writes,
-        with images or sound its processor, or 'text'.
-    self_generate: No data: let the model write this many sequences.
-    samples: Largest number of samples, spread evenly over the data.
-    device: auto takes a GPU, else the CPU.
-    hold: With --self-generate: GB of weights held in memory.
-    revision: Branch, tag or commit. Default: main.
-    subfolder: Subfolder that holds the checkpoint.
-    token: Access token. Better: hf auth login. [env: HF_TOKEN]
-    memory: GB of memory at most, unless one scale group needs more.
-    config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    """
-    options = checked(EvaluateOptions(**locals()))
-    from fp4convert.commands import evaluation
-
-    return evaluation.evaluate(options)
-
-
-@by_name
-def analyze(
-    source: Reference,
-    *,
-    revision: str | None = None,
-    subfolder: str | None = None,
-    token: str | None = None,
-    memory: float = 1.0,
-    config: Reference | None = None,
-    tell: Callable[[str], None] = ignore,
-    exclude: Globs = (),
-    include: Globs = (),
-    recipe: str | None = None,
-    stack_order: str | None = None,
-    stack_rows: str | None = None,
-    calibration: Reference | None = None,
-    sample: float | None = None,
-    phases: Phases | None = None,
-) -> dict[str, Any]:
-    """Measure what every kind of module loses in each form, on a sample.
-
-    The command `analyze`.
-
-    Writes nothing.
-    Returns  what `analyze --json` prints; docs/analysis.md has every key
-    Raises   Fp4Error: InputError for a source, a sample or a recipe that cannot be; SourceError
-             and AccessError from the Hub
-
-    source: A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.
-    calibration: Statistics of this source, a file made by fp4convert calibrate.
-    sample: GB of the source to read, from every kind of module. Default: 0.02.
-    exclude: Keep these modules as they are. Glob, or re:REGEX.
-    include: Quantize these modules too, although the recipe keeps them.
-    recipe: A recipe that fp4convert recipes lists, or a TOML file of your own.
-    stack_order: Layout of fused expert tensors: [experts, out, in] or [experts, in, out]. One of:
-        out_in, in_out.
-    stack_rows: Order of the gate and up rows in a fused expert tensor. One of: concatenated,
-        interleaved.
-    revision: Branch, tag or commit. Default: main.
-    subfolder: Subfolder that holds the checkpoint.
-    token: Access token. Better: hf auth login. [env: HF_TOKEN]
-    memory: GB of memory at most, unless one scale group needs more.
-    config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
-    """
-    options = checked(AnalyzeOptions(**locals()))
-    from fp4convert.commands import quality
-
-    return quality.analyze(options)
 
 
 @by_name
@@ -811,6 +660,78 @@ def calibrate(
     from fp4convert.commands import calibration
 
     return calibration.calibrate(options)
+
+
+@by_name
+def merge(
+    output: Reference,
+    *,
+    phases: Phases | None = None,
+    tell: Callable[[str], None] = ignore,
+) -> dict[str, Any]:
+    """Finish a conversion whose parts are done: the command `merge`.
+
+    Every shard is checked, scale groups are compared, the records are written.  Shards that no
+    seal proves untouched are read again (docs/resume.md).
+    Returns  what `merge --json` prints
+    Raises   InputError where it holds no plan; OutputError where a shard is missing or damaged
+
+    output: The folder that holds all parts.
+    """
+    options = checked(MergeOptions(**locals()))
+    from fp4convert.commands import convert
+
+    return convert.merge(options)
+
+
+@by_name
+def analyze(
+    source: Reference,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | None = None,
+    memory: float = 1.0,
+    config: Reference | None = None,
+    tell: Callable[[str], None] = ignore,
+    exclude: Globs = (),
+    include: Globs = (),
+    recipe: str | None = None,
+    stack_order: str | None = None,
+    stack_rows: str | None = None,
+    calibration: Reference | None = None,
+    sample: float | None = None,
+    phases: Phases | None = None,
+) -> dict[str, Any]:
+    """Measure what every kind of module loses in each form, on a sample.
+
+    The command `analyze`.
+
+    Writes nothing.
+    Returns  what `analyze --json` prints; docs/analysis.md has every key
+    Raises   Fp4Error: InputError for a source, a sample or a recipe that cannot be; SourceError
+             and AccessError from the Hub
+
+    source: A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.
+    calibration: Statistics of this source, a file made by fp4convert calibrate.
+    sample: GB of the source to read, from every kind of module. Default: 0.02.
+    exclude: Keep these modules as they are. Glob, or re:REGEX.
+    include: Quantize these modules too, although the recipe keeps them.
+    recipe: A recipe that fp4convert recipes lists, or a TOML file of your own.
+    stack_order: Layout of fused expert tensors: [experts, out, in] or [experts, in, out]. One of:
+        out_in, in_out.
+    stack_rows: Order of the gate and up rows in a fused expert tensor. One of: concatenated,
+        interleaved.
+    revision: Branch, tag or commit. Default: main.
+    subfolder: Subfolder that holds the checkpoint.
+    token: Access token. Better: hf auth login. [env: HF_TOKEN]
+    memory: GB of memory at most, unless one scale group needs more.
+    config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    """
+    options = checked(AnalyzeOptions(**locals()))
+    from fp4convert.commands import quality
+
+    return quality.analyze(options)
 
 
 @by_name
@@ -893,3 +814,82 @@ def preview_prune(
     from fp4convert.commands import convert
 
     return convert.preview_prune(options)
+
+
+@by_name
+def reproduce(
+    artifact: Reference,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | None = None,
+    memory: float = 1.0,
+    config: Reference | None = None,
+    tell: Callable[[str], None] = ignore,
+    workers: int = 0,
+    force: bool = False,
+    phases: Phases | None = None,
+    warn: Callable[[Iterable[str]], None] | None = None,
+    device: str = "auto",
+    source: Reference | None = None,
+    calibration: Reference | None = None,
+    lora: Reference | Iterable[Reference] | None = (),
+    global_scale: Reference | None = None,
+    input_scale: Reference | None = None,
+    recipe: str | None = None,
+) -> dict[str, Any]:
+    """Make an artifact again from its record alone, and compare hashes.
+
+    The command `reproduce`.
+
+    Every shard passes through a file in the folder for temporary files, which is removed as soon
+    as its hash is known; the input of a transcode step lies there whole until the step ends.
+    Returns  what `reproduce --json` prints; `reproduced` is False where the command exits with 6
+    Raises   Fp4Error, as `quantize` does; InputError for a record without options or hashes, and
+             for a file that differs from the recorded one
+
+    artifact: An artifact, or its quantization_config.json alone: a folder, a file, or ORG/NAME.
+    source: What it was made from. Default: the repository and commit in the record.
+    calibration: Statistics of this source, a file made by fp4convert calibrate.
+    lora: The LoRA adapter that --source was merged with, as quantize --lora had it.
+    global_scale: What quantize had as --global-scale.
+    input_scale: The artifact or file that quantize had as --input-scale.
+    recipe: A recipe that fp4convert recipes lists, or a TOML file of your own.
+    device: auto takes the CPU, and GPUs that pass a check where the plan says they win.
+    workers: Number of threads; 0 chooses by the device.
+    force: Replace what an earlier run of fp4convert left in the output folder.
+    revision: Branch, tag or commit. Default: main.
+    subfolder: Subfolder that holds the checkpoint.
+    token: Access token. Better: hf auth login. [env: HF_TOKEN]
+    memory: GB of memory at most, unless one scale group needs more.
+    config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    """
+    options = checked(ReproduceOptions(**locals()))
+    from fp4convert.commands import reproduction
+
+    return reproduction.reproduce(options)
+
+
+@by_name
+def attest(
+    artifact: Reference,
+    *,
+    key: Reference,
+    force: bool = False,
+    phases: Phases | None = None,
+) -> dict[str, Any]:
+    """Sign the files of an artifact: the command `attest`.
+
+    The signature, model.sig, is of every file beside it, by the package model-signing.
+    Returns  what `attest --json` prints
+    Raises   InputError for what is no finished artifact, has damaged files, or for a key that
+             cannot sign; OutputError for a signature that is there, or cannot be written
+
+    artifact: The folder of an artifact on this disk.
+    key: Private key in PEM of an elliptic curve: P-256, P-384 or P-521; no password.
+    force: Replace the signature that is there.
+    """
+    options = checked(AttestOptions(**locals()))
+    from fp4convert.commands import attestation
+
+    return attestation.attest(options)

@@ -114,13 +114,22 @@ def _take_one(options: "AccessOptions", each: Declared, given: Reference) -> Ref
 
 Force = Annotated[
     bool,
-    Option("Replace what an earlier run of fp4convert left in the output folder.", panel=OUTPUT),
+    Option(
+        "Replace what an earlier run of fp4convert left in the output folder.",
+        panel=OUTPUT,
+        is_rare=True,
+    ),
 ]
 
 
 Token = Annotated[
     str | None,
-    Option("Access token. Better: hf auth login. [env: HF_TOKEN]", panel=HUB, value="<token>"),
+    Option(
+        "Access token. Better: hf auth login. [env: HF_TOKEN]",
+        panel=HUB,
+        value="<token>",
+        is_rare=True,
+    ),
 ]
 
 
@@ -132,10 +141,12 @@ class AccessOptions:
     """
 
     revision: Annotated[
-        str | None, Option("Branch, tag or commit. Default: main.", panel=HUB, value="<name>")
+        str | None,
+        Option("Branch, tag or commit. Default: main.", panel=HUB, value="<name>", is_rare=True),
     ] = None
     subfolder: Annotated[
-        str | None, Option("Subfolder that holds the checkpoint.", panel=HUB, value="<path>")
+        str | None,
+        Option("Subfolder that holds the checkpoint.", panel=HUB, value="<path>", is_rare=True),
     ] = None
     token: Token = None
     memory: Annotated[
@@ -145,6 +156,7 @@ class AccessOptions:
             least=0,
             panel=HUB,
             value="<gb>",
+            is_rare=True,
         ),
     ] = 1.0
     config: Annotated[
@@ -153,6 +165,7 @@ class AccessOptions:
             "Folder with the config.json of a GGUF file's model: the file is read as safetensors.",
             panel=TARGET,
             value="<dir>",
+            is_rare=True,
         ),
     ] = None
     tell: Callable[[str], None] = ignore
@@ -203,7 +216,8 @@ class WorkOptions(AccessOptions):
     """
 
     workers: Annotated[
-        int, Option("Number of threads; 0 chooses by the device.", least=0, panel=DEVICE)
+        int,
+        Option("Number of threads; 0 chooses by the device.", least=0, panel=DEVICE, is_rare=True),
     ] = 0
     force: Force = False
     phases: Phases | None = None
@@ -238,6 +252,7 @@ class DeviceOptions(WorkOptions):
             "auto takes the CPU, and GPUs that pass a check where the plan says they win.",
             panel=DEVICE,
             value=DEVICES,
+            is_rare=True,
         ),
     ] = "auto"
 
@@ -249,19 +264,25 @@ class PartOptions(WorkOptions):
     join: Annotated[
         bool,
         Option(
-            "Share the work with other processes that write to the same folder.", panel=MACHINES
+            "Share the work with other processes that write to the same folder.",
+            panel=MACHINES,
+            is_rare=True,
         ),
     ] = False
     shard_index: Annotated[
         int | None,
         Option(
-            "Convert this part only, from 0; when all are done: fp4convert merge.", panel=MACHINES
+            "Convert this part only, from 0; when all are done: fp4convert merge.",
+            panel=MACHINES,
+            is_rare=True,
         ),
     ] = None
     num_shards: Annotated[
         int | None,
         Option(
-            "Number of parts. Default of both: from Slurm, torchrun or SkyPilot.", panel=MACHINES
+            "Number of parts. Default of both: from Slurm, torchrun or SkyPilot.",
+            panel=MACHINES,
+            is_rare=True,
         ),
     ] = None
 

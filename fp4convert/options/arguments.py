@@ -48,6 +48,7 @@ KeptDtype = Annotated[
         KEPT_DTYPES,
         panel=TARGET,
         synonyms={name: word for name, word in WORDS_OF_DTYPES.items() if word in DTYPES[:-1]},
+        is_rare=True,
     ),
 ]
 EngineName = Annotated[
@@ -74,12 +75,16 @@ LeastSqnr = Annotated[
 ]
 LargestNmse = Annotated[
     float | None,
-    Option("Fail when the normalized squared error of a tensor is above this.", panel=QUALITY),
+    Option(
+        "Fail when the normalized squared error of a tensor is above this.",
+        panel=QUALITY,
+        is_rare=True,
+    ),
 ]
 LargestKl = Annotated[
     float | str | None,
     Option(
-        "Fail when the mean KL divergence is above this many nats; usual and damage: above 1.3"
+        "Fail when the mean KL divergence is above this many nats. usual and damage: above 1.3"
         " or 3 times what is usual for this format, method and size.",
         panel=QUALITY,
         value="<nats>|usual|damage",
@@ -101,10 +106,13 @@ Adapters = Annotated[
 
 AdapterScale = Annotated[
     float | None,
-    Option("With --lora: multiplies the adapter's own scale. Default: 1.", panel=QUALITY),
+    Option(
+        "With --lora: multiplies the adapter's own scale. Default: 1.", panel=QUALITY, is_rare=True
+    ),
 ]
 Sarif = Annotated[
-    Reference | None, Option("Write the findings as SARIF 2.1.0, for code scanning.", panel=OUTPUT)
+    Reference | None,
+    Option("Write the findings as SARIF 2.1.0, for code scanning.", panel=OUTPUT, is_rare=True),
 ]
 Merged = Annotated[
     Reference | Iterable[Reference] | None,
@@ -116,7 +124,10 @@ Merged = Annotated[
     ),
 ]
 ByLayer = Annotated[
-    bool, Option("Also what each layer costs: two more runs for every layer.", panel=QUALITY)
+    bool,
+    Option(
+        "Also what each layer costs: two more runs for every layer.", panel=QUALITY, is_rare=True
+    ),
 ]
 
 

@@ -55,16 +55,21 @@ class TextOptions(AccessOptions):
         int | None, Option("No data: let the model write this many sequences.", panel=TARGET)
     ] = None
     samples: Annotated[
-        int, Option("Largest number of samples, spread evenly over the data.", panel=QUALITY)
+        int,
+        Option(
+            "Largest number of samples, spread evenly over the data.", panel=QUALITY, is_rare=True
+        ),
     ] = 128
     sequence_length: Annotated[
         int | None,
         Option(
-            "Tokens of a sample. Default: up to 2048, or 512 with --self-generate.", panel=QUALITY
+            "Tokens of a sample. Default: up to 2048, or 512 with --self-generate.",
+            panel=QUALITY,
+            is_rare=True,
         ),
     ] = None
     device: Annotated[
-        str, Option("auto takes a GPU, else the CPU.", panel=DEVICE, value=DEVICES)
+        str, Option("auto takes a GPU, else the CPU.", panel=DEVICE, value=DEVICES, is_rare=True)
     ] = DeviceOptions.device
     hold: Annotated[
         float,
@@ -73,6 +78,7 @@ class TextOptions(AccessOptions):
             least=0,
             panel=DEVICE,
             value="<gb>",
+            is_rare=True,
         ),
     ] = 8.0
 
@@ -185,14 +191,16 @@ class EvaluateOptions(WindowOptions):
     max_ppl_ratio: Annotated[
         float | None,
         Option(
-            "Fail when perplexity over the source's is above this; 1.02 is 2 % more.", panel=QUALITY
+            "Fail when perplexity over the source's is above this; 1.02 is 2 % more.",
+            panel=QUALITY,
+            is_rare=True,
         ),
     ] = None
     baseline: Annotated[
         Reference | None,
         Option(
-            "Fail when KL is worse than in this record, an earlier evaluate --json of the same"
-            " text: above 1.05 times, and by more than two standard errors.",
+            "Fail when KL is worse than in this record of evaluate --json. It is of the same text;"
+            " worse is above 1.05 times, and by more than two standard errors.",
             panel=QUALITY,
         ),
     ] = None

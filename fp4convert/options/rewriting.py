@@ -131,7 +131,7 @@ class PushOptions:
     Every file is checked first; then one commit has all of them, with a model card and the
     signature, if there is one. Exit code 6 when a gate is missed: nothing is uploaded.
 
-    Example: fp4convert push ./Llama-3.1-8B-NVFP4 me/Llama-3.1-8B-NVFP4 --min-sqnr 18
+    Example: fp4convert push ./Llama-NVFP4 me/Llama-NVFP4 --min-sqnr 18
     """
 
     artifact: Annotated[

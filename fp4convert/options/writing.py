@@ -77,7 +77,11 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     engine: EngineName = None
     output: Annotated[
         Reference | None,
-        Option("New folder. Default: ./NAME-FORMAT.", flags=("--output", "-o"), panel=TARGET),
+        Option(
+            "New folder. Default: ./NAME-FORMAT, and dialect, activations, method unless usual.",
+            flags=("--output", "-o"),
+            panel=TARGET,
+        ),
     ] = None
     dialect: Annotated[
         str | None,
@@ -86,6 +90,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             DIALECTS,
             panel=TARGET,
             value="<name>",
+            is_rare=True,
         ),
     ] = None
     activations: Annotated[
@@ -105,6 +110,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             CACHES,
             panel=TARGET,
             synonyms={"fp8_e4m3": CACHES[0], "e4m3": CACHES[0]},
+            is_rare=True,
         ),
     ] = None
     target_size: Annotated[
@@ -121,10 +127,12 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             "The same as bits per weight, averaged over the quantized modules.",
             panel=TARGET,
             value="<bits>",
+            is_rare=True,
         ),
     ] = None
     keep_packed: Annotated[
-        bool, Option("Do not expand kept FP8, int4 and FP4 modules to bf16.", panel=TARGET)
+        bool,
+        Option("Do not expand kept FP8, int4 and FP4 modules to bf16.", panel=TARGET, is_rare=True),
     ] = False
     keep_dtype: KeptDtype = None
     draft: Annotated[
@@ -134,6 +142,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             " want it of the model.",
             DRAFTS,
             panel=MODULES,
+            is_rare=True,
         ),
     ] = None
     pad_for_tp: Annotated[
@@ -143,6 +152,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             least=2,
             panel=MODULES,
             value="<ranks>",
+            is_rare=True,
         ),
     ] = None
     method: Annotated[
@@ -161,6 +171,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             f" Default: {DAMPING}.",
             panel=QUALITY,
             value="<share>",
+            is_rare=True,
         ),
     ] = None
     passes: Annotated[
@@ -170,6 +181,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             f" Default: {PASSES}.",
             panel=QUALITY,
             value="<count>",
+            is_rare=True,
         ),
     ] = None
     calibration: Statistics = None
@@ -188,11 +200,14 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             "As --text, with conversations ('messages') or 'text' of a jsonl or parquet file.",
             flags=("--dataset", "--chat"),
             panel=QUALITY,
+            is_rare=True,
         ),
     ] = None
     self_generate: Annotated[
         int | None,
-        Option("As --text, with so many sequences that the model writes.", panel=QUALITY),
+        Option(
+            "As --text, with so many sequences that the model writes.", panel=QUALITY, is_rare=True
+        ),
     ] = None
     lora: Adapters = ()
     lora_scale: AdapterScale = None
@@ -203,6 +218,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             tuple(dict.fromkeys(rule for fmt in FORMATS.values() for rule in fmt.scale_rules)),
             panel=QUALITY,
             value="<rule>",
+            is_rare=True,
         ),
     ] = None
     input_scale: Annotated[
@@ -212,18 +228,24 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             " or calibration file that has them. Default: --calibration, else norms and weights.",
             panel=QUALITY,
             value="<number|path>",
+            is_rare=True,
         ),
     ] = None
     global_scale: Annotated[
         Reference | None,
         Option(
-            "Take nvfp4's global scales from an artifact or a file; measure none.", panel=QUALITY
+            "Take nvfp4's global scales from an artifact or a file; measure none.",
+            panel=QUALITY,
+            is_rare=True,
         ),
     ] = None
     via: Annotated[
         str | None,
         Option(
-            "Round weights to FP8 first; less accurate, for comparison only.", VIAS, panel=QUALITY
+            "Round weights to FP8 first; less accurate, for comparison only.",
+            VIAS,
+            panel=QUALITY,
+            is_rare=True,
         ),
     ] = None
     min_sqnr: LeastSqnr = None
@@ -234,18 +256,21 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             "Start one worker on every node of this Ray cluster.",
             panel=MACHINES,
             value="[auto|HOST:PORT]",
+            is_rare=True,
         ),
     ] = None
     push_to_hub: Annotated[
         str | None, Option("Upload the result to this repository.", panel=HUB, value="ORG/NAME")
     ] = None
     private: Annotated[
-        bool, Option("With --push-to-hub: make the repository private.", panel=HUB)
+        bool, Option("With --push-to-hub: make the repository private.", panel=HUB, is_rare=True)
     ] = False
     no_keep: Annotated[
         bool,
         Option(
-            "With --push-to-hub: a shard leaves this disk as soon as it is uploaded.", panel=HUB
+            "With --push-to-hub: a shard leaves this disk as soon as it is uploaded.",
+            panel=HUB,
+            is_rare=True,
         ),
     ] = False
     disk: Annotated[
@@ -255,6 +280,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             least=0,
             panel=HUB,
             value="<gb>",
+            is_rare=True,
         ),
     ] = None
     report: Page = None
@@ -286,7 +312,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
 
     @property
     def folder(self) -> Path:
-        """Return the output folder; ./NAME-FORMAT by default.
+        """Return the output folder, given or by default.
 
         Beside the source where the current folder is the source or lies in it.
         """
@@ -295,7 +321,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         source = os.fspath(self.source)
         if self.output:
             return as_folder(self.output, source)
-        name, place = f"{name_of(source)}-{str(self.format).upper()}", Path(source)
+        name, place = "-".join([name_of(source), *self._differences()]), Path(source)
         if place.is_dir() and Path.cwd().is_relative_to(place.resolve()):
             name = os.path.relpath(place.resolve().parent / name)
         if cached := find_cached(Path(name)):
@@ -303,6 +329,15 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             step = f"Name one: {shell_line('-o', Path.home() / Path(name).name)}"
             raise InputError("output-in-source", detail, step)
         return Path(name)
+
+    def _differences(self) -> list[str]:
+        """Return the format, and choices that are not the default."""
+        fmt, dialect = str(self.format), self.dialect or DIALECTS[0]
+        parts = [fmt.upper()]
+        parts += [dialect] if dialect != DIALECTS[0] else []
+        if self.activations not in (None, _usual_activations(fmt, dialect)):
+            parts.append(f"A{self.activations}")
+        return [*parts, self.method] if self.method not in (None, METHODS[0]) else parts
 
     @property
     def place(self) -> Path | str:

@@ -38,6 +38,7 @@ class Option(NamedTuple):
     panel        the heading of --help that it stands under, where a command has many options
     value        what --help writes for its value; else that of its words or its type
     synonyms     words that others have for a legal one
+    is_rare      a page of --help that would not fit one screen leaves it out
     """
 
     help: str
@@ -51,6 +52,7 @@ class Option(NamedTuple):
     panel: str = ""
     value: str = ""
     synonyms: Mapping[str, str] = {}
+    is_rare: bool = False
 
 
 class Declared(NamedTuple):
@@ -160,12 +162,16 @@ class RecipeOptions:
             "Layout of fused expert tensors: [experts, out, in] or [experts, in, out].",
             STACK_ORDERS,
             panel=MODULES,
+            is_rare=True,
         ),
     ] = None
     stack_rows: Annotated[
         str | None,
         Option(
-            "Order of the gate and up rows in a fused expert tensor.", STACK_ROWS, panel=MODULES
+            "Order of the gate and up rows in a fused expert tensor.",
+            STACK_ROWS,
+            panel=MODULES,
+            is_rare=True,
         ),
     ] = None
 

@@ -55,16 +55,42 @@ def artifact(source, tmp_path):
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_is_golden(command, monkeypatch):
-    """After a change on purpose: COLUMNS=100 NO_COLOR=1 TERM=dumb fp4convert COMMAND --help, read,
-    and kept.
+    """After a change on purpose: COLUMNS=100 NO_COLOR=1 TERM=dumb fp4convert COMMAND --help all,
+    read, and kept.
     """
     for name, value in (("COLUMNS", "100"), ("NO_COLOR", "1"), ("TERM", "dumb")):
         monkeypatch.setenv(name, value)
     ask = run_alone if command in ("", "quantize") else run
-    outcome = ask(*command.split(), "--help")
+    outcome = ask(*command.split(), "--help", *(["all"] if command else []))
     assert (outcome.code, outcome.err) == (0, "")
     golden = (HELP / f"{command or 'fp4convert'}.txt").read_text(encoding="utf-8")
     assert [line.rstrip() for line in outcome.out.splitlines()] == golden.splitlines()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_one_screen(command, monkeypatch):
+    """What it leaves out is counted, and `--help all` has it."""
+    monkeypatch.setenv("COLUMNS", "80")
+    short, whole = run(command, "--help").out, run(command, "--help", "all").out
+    shown, known = (
+        re.findall(r"^  (-\S.*?)(?=  |$)", text, re.MULTILINE) for text in (short, whole)
+    )
+    left = re.findall(rf"^(\d+) more options: .* {command} --help all$", short, re.MULTILINE)
+    assert len(short.splitlines()) <= 45
+    assert set(shown) <= set(known)
+    assert left == ([str(len(known) - len(shown))] if short != whole else [])
+    assert "--json" in " ".join(shown)
+
+
+def test_words_before_and_behind_a_command(artifact, tmp_path):
+    """Options of every command stand on either side; those of others name their command."""
+    assert run("--json", "inspect", artifact).json == run("inspect", artifact, "--json").json
+    assert run("-q", "verify", artifact).code == 0
+    for words, step in (
+        (("quantize", "x", "--scale-layout", "8x4"), "It is an option of fp4convert transcode."),
+        (("upload", "x"), "fp4convert calls it push."),
+    ):
+        assert run(*words, "--json").json["error"]["next"] == step
 
 
 def test_every_command_is_in_the_help():
@@ -169,7 +195,9 @@ def test_an_option_that_is_missing_is_named_with_its_words():
 
 
 def test_options_of_others_are_answered_with_options_that_exist():
-    known = {flag for name in COMMANDS for flag in re.findall(r"--[\w-]+", run(name, "-h").out)}
+    known = {
+        flag for name in COMMANDS for flag in re.findall(r"--[\w-]+", run(name, "-h", "all").out)
+    }
     assert set(foreign_words.OPTIONS) <= known
     assert set(foreign_words.COMMANDS) <= set(COMMANDS)
     theirs = [word for words in foreign_words.OPTIONS.values() for word in words.split()]
