@@ -55,7 +55,7 @@ def quantize(options: QuantizeOptions) -> Result:
     steps = work.next_steps()
     if settings.share:
         steps = [shell_line("fp4convert", "merge", options.folder)]
-    engine = work.verdict.as_json() if work.verdict else None
+    engine = work.verdicts[0].as_json() if work.verdicts else None
     return replace(result, warnings=[*work.warnings, *lost], next=steps, engine=engine)
 
 
@@ -115,7 +115,10 @@ def preview_quantize(options: QuantizeOptions) -> dict[str, Any]:
         found["peak_disk_bytes"] = peaks[-1]
     if isinstance(work, Conversion) and (usual := forecast(work.plan.target, work.source)):
         found["usual_loss"] = usual
-    return {**found, "engine": work.verdict.as_json()} if work.verdict else found
+    if not work.verdicts:
+        return found
+    engines = [verdict.as_json() for verdict in work.verdicts]
+    return {**found, "engine": engines[0], "engines": engines}
 
 
 def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
@@ -141,10 +144,11 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
         import_ray()
     settings.phases.begin("plan")
     work = prepare(options, settings.phases, may_write=not is_dry)
-    if work.verdict:
-        settings.tell(choice_text(work.verdict, work.plan))
-        if added := added_words(work.verdict.engine, given.exclude, options.exclude):
-            settings.tell(added)
+    for verdict in work.verdicts:
+        settings.tell(choice_text(verdict, work.plan))
+    called = " or ".join(verdict.engine.called() for verdict in work.verdicts)
+    if work.verdicts and (added := added_words(called, given.exclude, options.exclude)):
+        settings.tell(added)
     _warn(options, () if is_dry else work.warnings, settings)
     if is_dry:  # which leaves nobody a step to do
         return work, settings

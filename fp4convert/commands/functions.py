@@ -100,8 +100,8 @@ def quantize(
 
     source: A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.
     format: Format of the quantized weights. --for chooses it. One of: nvfp4, mxfp4, fp8, mxfp8.
-    engine: Engine that is to load it, or ENGINE:VERSION. One of: vllm, sglang, tensorrt-llm,
-        transformers, llama.cpp, mlx, comfyui, diffusers.
+    engine: Engine that is to load it. ENGINE:VERSION names a version, vllm,sglang several. One of:
+        vllm, sglang, tensorrt-llm, transformers, llama.cpp, mlx, comfyui, diffusers.
     output: New folder. Default: ./NAME-FORMAT, and dialect, activations, method unless usual.
     dialect: Tensor names and config records that your engine reads. Default: compressed-tensors.
         One of: compressed-tensors, modelopt, quark, gpt-oss, deepseek, mlx, comfy, nunchaku, gguf,
@@ -402,8 +402,8 @@ def inspect(
     Raises   Fp4Error: InputError where it is no artifact, SourceError and AccessError from the Hub
 
     artifact: A quantized checkpoint: a folder, one file, or ORG/NAME on the Hub.
-    engine: Engine that is to load it, or ENGINE:VERSION. One of: vllm, sglang, tensorrt-llm,
-        transformers, llama.cpp, mlx, comfyui, diffusers.
+    engine: Engine that is to load it. ENGINE:VERSION names a version, vllm,sglang several. One of:
+        vllm, sglang, tensorrt-llm, transformers, llama.cpp, mlx, comfyui, diffusers.
     source: The original checkpoint: compare values with it, too.
     full: Read every block scale, not a sample.
     sarif: Write the findings as SARIF 2.1.0, for code scanning.
@@ -449,8 +449,8 @@ def verify(
     Raises    Fp4Error, as `inspect` does; InputError for a gate without a source
 
     artifact: A quantized checkpoint: a folder, one file, or ORG/NAME on the Hub.
-    engine: Engine that is to load it, or ENGINE:VERSION. One of: vllm, sglang, tensorrt-llm,
-        transformers, llama.cpp, mlx, comfyui, diffusers.
+    engine: Engine that is to load it. ENGINE:VERSION names a version, vllm,sglang several. One of:
+        vllm, sglang, tensorrt-llm, transformers, llama.cpp, mlx, comfyui, diffusers.
     source: The original checkpoint, to measure every tensor against.
     lora: The LoRA adapter that --source was merged with, as quantize --lora had it.
     min_sqnr: Fail when the SQNR of a tensor is below this many dB.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.record import ADAPTER, place_recorded
 from fp4convert.checkpoint.whole_model import open_model, refuse_one_shard
-from fp4convert.engines.files import parse_engine
+from fp4convert.engines.files import parse_engines
 from fp4convert.errors import Fp4Error, InputError, shell_line
 from fp4convert.options.arguments import as_path, one_adapter
 from fp4convert.options.looking import AnalyzeOptions, InspectOptions, VerifyOptions
@@ -44,11 +44,11 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
 
         check_apart({SARIF: sarif}, options.folder_of(options.artifact))
         clear_sarif(sarif)
-    engine = None if options.engine is None else parse_engine(options.engine)
+    engines = () if options.engine is None else parse_engines(options.engine)
     phases = _begin(options)
     artifact = _open_first(options, options.artifact)
     original = _open_recorded(options, artifact) if options.source else None
-    description = inspection.inspect(artifact, original, options.full, phases, engine)
+    description = inspection.inspect(artifact, original, options.full, phases, engines)
     if sarif:
         write_sarif(sarif, artifact, description["findings"])
     return description
@@ -77,12 +77,12 @@ def verify(options: VerifyOptions) -> Verified:
         clear_sarif(sarif)
     calibration = as_path(options.calibration)
     known = None if calibration is None else open_calibration(calibration)
-    engine = None if options.engine is None else parse_engine(options.engine)
+    engines = () if options.engine is None else parse_engines(options.engine)
     phases = _begin(options)
     artifact = _with_adapter(_open_first(options, options.artifact), options)
     original = _open_recorded(options, artifact) if options.source else None
     errors = (options.min_sqnr, options.max_nmse, options.max_output_error)
-    gate = verification.Gate(*errors, engine, as_path(options.public_key))
+    gate = verification.Gate(*errors, engines, as_path(options.public_key))
     verified, judged = verification.verify_judged(artifact, original, gate, known, phases)
     if page:
         shown = save_page(page, artifact, original, verified=verified, judged=judged)

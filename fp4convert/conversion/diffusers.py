@@ -66,8 +66,8 @@ class PipelineConversion(NamedTuple):
         )
 
     @property
-    def verdict(self) -> Verdict | None:
-        return next(iter(self.conversions.values())).verdict
+    def verdicts(self) -> tuple[Verdict, ...]:
+        return next(iter(self.conversions.values())).verdicts
 
     @property
     def warnings(self) -> list[str]:
@@ -257,7 +257,7 @@ class PipelineConversion(NamedTuple):
             output = output if self.options.no_keep else Path(os.path.abspath(output))
         verify, source = ("fp4convert", "verify", output), ("--source", original)
         lines = [shell_line(*verify, "--subfolder", name, *source) for name in self.conversions]
-        if self.verdict and not self.options.no_keep:  # then each ends with the line that loads it
+        if self.verdicts and not self.options.no_keep:  # then each ends with the line that loads it
             lines += [one.next_steps(is_absolute)[-1] for one in self.conversions.values()]
         return lines
 

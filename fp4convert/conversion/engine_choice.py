@@ -19,7 +19,7 @@ from fp4convert.checkpoint.missing_parts import fault_text
 from fp4convert.checkpoint.whole_model import refuse_no_model
 from fp4convert.conversion.quantize import prepare_quantize
 from fp4convert.conversion.request import take_apart
-from fp4convert.engines.files import Engine, parse_engine
+from fp4convert.engines.files import Engine, EngineAt, parse_engines
 from fp4convert.engines.rows import FOUR_BIT, Contents, Part
 from fp4convert.engines.verdicts import Verdict, judge
 from fp4convert.engines.versions import Version
@@ -56,10 +56,12 @@ class Choices(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Which engine is to load what is made of a source.
+    """Which engines are to load what is made of a source.
 
-    parts  its components by name, or itself as ""
-    plan   plans the part of a name under choices
+    engine  the first, whose own choices are tried first
+    parts   components of the source by name, or itself as ""
+    plan    plans the part of a name under choices
+    others  engines that have to load it, too
     """
 
     engine: Engine
@@ -67,6 +69,12 @@ class Asked(NamedTuple):
     source: Source
     parts: dict[str, Source]
     plan: Callable[[str, Choices], Plan]
+    others: tuple[EngineAt, ...] = ()
+
+    @property
+    def every(self) -> tuple[EngineAt, ...]:
+        """Return all engines and their versions."""
+        return (self.engine, self.version), *self.others
 
     @property
     def first(self) -> str:
@@ -82,7 +90,7 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
     """
     if options.engine is None:
         return options
-    engine, version = parse_engine(options.engine)
+    (engine, version), *others = parse_engines(options.engine)
     if options.dialect is not None:
         dialect_named(options.dialect)
     format_named(options.format or FOUR_BIT[0])
@@ -99,7 +107,7 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
             return prepare_quantize(take_apart(parts[name], own))
 
     given = Choices(**{name: getattr(options, name) for name in Choices._fields})
-    asked = Asked(engine, version, source, parts, plan)
+    asked = Asked(engine, version, source, parts, plan, tuple(others))
     with stopping(source, *parts.values()):
         if not components:
             refuse_no_model(source, os.fspath(options.source))
@@ -109,6 +117,8 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
             is_tried = any(option in error.next_step for option in TRIED)
             step = _advise(asked, given)
             step = step or (_give_up(asked, given) if is_tried else error.next_step)
+            if asked.others and step == NO_ADVICE:
+                step = f"Nothing is known that all of {options.engine} load: make one for each."
             raise InputError(error.code, error.lines, step) from None
     for each in {source, *parts.values()}:
         each.stop()
@@ -135,30 +145,32 @@ def _choose_first(asked: Asked, given: Choices) -> Choices:
     raise failures[0]  # of what it would be without other choices
 
 
-def added_words(engine: Engine, given: Globs, chosen: Globs) -> str:
+def added_words(called: str, given: Globs, chosen: Globs) -> str:
     """Say which modules --for leaves as they are, if any.
 
+    called         names of the engines
     given, chosen  the patterns of --exclude before and after the choice
     """
     added = as_globs(chosen)[len(as_globs(given)) :]
     words = [word for glob in added for word in ("--exclude", glob)]
-    why = f"{engine.called()} reads these modules in no four bits"
+    why = f"{called} reads these modules in no four bits"
     return f"as with {shell_line(*words)}: {why}" if words else ""
 
 
 def _check_candidate(asked: Asked, chosen: Choices) -> None:
     """Raise ChoiceError for what cannot be made so, or not be loaded."""
     dialect = str(chosen.dialect)
-    if dialect not in asked.engine.dialects:
-        verdict = judge(asked.engine, Contents(dialect, frozenset()))
-        raise _refusal(verdict, asked.version)
+    for engine, version in asked.every:
+        if dialect not in engine.dialects:
+            raise _refusal(judge(engine, Contents(dialect, frozenset())), version)
     plans = {name: asked.plan(name, chosen) for name in asked.parts}
     # An engine has nothing to do with these.
     refuse_idle([plan.idle for plan in plans.values()])
     refuse_empty(asked.source.name, list(plans.values()))
     for name, plan in plans.items():
-        with named(name):
-            _judge_plan(asked.engine, asked.version, plan, asked.parts[name].checkpoint)
+        for engine, version in asked.every:
+            with named(name):
+                _judge_plan(engine, version, plan, asked.parts[name].checkpoint)
 
 
 def _candidates(asked: Asked, given: Choices) -> list[Choices]:
@@ -268,29 +280,31 @@ def _as_if(contents: Contents, chosen: Choices, keeps_experts: bool) -> Contents
 
 def check_plan(
     plan: Plan, checkpoint: Checkpoint, asked_engine: str | None, option: str
-) -> Verdict | None:
-    """Judge a plan by the engine that was asked for; None where none was.
+) -> tuple[Verdict, ...]:
+    """Judge a plan by the engines that were asked for.
 
     option  of the size that formats were chosen for
     Raises  InputError with the reason of the row that decides, where the engine does not load it
     """
     if asked_engine is None:
-        return None
+        return ()
     if faults := plan.judged.faults:
         fault = faults[0]
         words = shell_line("--dialect", str(plan.target.dialect))
         step = f"Complete the source; or leave --for out, and give {words}."
         code = "config-size" if fault.code == "config-size" else "module-missing"
         raise InputError(code, fault_text(fault), step, fault.tensor)
-    engine, version = parse_engine(asked_engine)
+    asked = parse_engines(asked_engine)
     try:
-        _judge_plan(engine, version, plan, checkpoint)
+        for engine, version in asked:
+            _judge_plan(engine, version, plan, checkpoint)
     except ChoiceError as error:  # it loads what was planned without a size: choose_options
         step = f"Leave {option} out."
         if error.next_step != NO_ADVICE:
             step = f"{error.next_step} Or leave {option} out."
         raise InputError(error.code, error.lines, step) from None
-    return judge(engine, plan_contents(plan, checkpoint))
+    contents = plan_contents(plan, checkpoint)
+    return tuple(judge(engine, contents) for engine, _ in asked)
 
 
 def _judge_plan(

@@ -35,14 +35,14 @@ class Conversion:
     """One checkpoint into one folder; diffusers.py has the same of a pipeline.
 
     fitted   which formats were chosen for modules, where a size was asked for
-    verdict  of the engine that was asked for, which loads it
+    verdicts  of the engines that were asked for, which load it
     """
 
     options: QuantizeOptions
     source: Source
     plan: Plan
     fitted: Fit | None = None
-    verdict: Verdict | None = None
+    verdicts: tuple[Verdict, ...] = ()
 
     @cached_property
     def job(self) -> Job:
@@ -135,8 +135,8 @@ class Conversion:
     @cached_property
     def _server(self) -> Engine | None:
         """Return the engine of --for, or the first that serves the result."""
-        if self.verdict:
-            return self.verdict.engine
+        if self.verdicts:
+            return self.verdicts[0].engine
         return serving_engine(self.plan, self.source.checkpoint)
 
     def _config_words(self, is_absolute: bool) -> str:

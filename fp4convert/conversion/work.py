@@ -62,8 +62,8 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
             with stopping(source):
                 refuse_idle([plan.idle])
                 refuse_empty(source.name, [plan])
-                verdict = _check_plan(plan, source, options)
-        return Conversion(options, source, plan, fitted, verdict)
+                verdicts = _check_plan(plan, source, options)
+        return Conversion(options, source, plan, fitted, verdicts)
     return _prepare_pipeline(options, source, components, bool(goal))
 
 
@@ -89,15 +89,15 @@ def _prepare_pipeline(
             refuse_misnamed(component, str(options.source))
             own = component_options(options, source, name)
             plan = prepare_quantize(take_apart(component, own))
-            verdict = _check_plan(plan, component, own)
-            conversions[name] = Conversion(own, component, plan, verdict=verdict)
+            verdicts = _check_plan(plan, component, own)
+            conversions[name] = Conversion(own, component, plan, verdicts=verdicts)
     plans = [conversion.plan for conversion in conversions.values()]
     refuse_idle([plan.idle for plan in plans])
     refuse_empty(source.name, plans)
     return PipelineConversion(options, source, conversions)
 
 
-def _check_plan(plan: Plan, source: Source, options: QuantizeOptions) -> Verdict | None:
-    """Judge a plan by the engine of --for."""
+def _check_plan(plan: Plan, source: Source, options: QuantizeOptions) -> tuple[Verdict, ...]:
+    """Judge a plan by the engines of --for."""
     option = "--target-bits" if options.target_size is None else "--target-size"
     return check_plan(plan, source.checkpoint, options.engine, option)

@@ -228,6 +228,9 @@ def _as_tuples(table: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
 
 
+EngineAt = tuple[Engine, "Version | None"]  # a word of --for
+
+
 def find_engine(word: str) -> Engine | None:
     """Find an engine by its name or a nickname, in any spelling."""
 
@@ -238,6 +241,12 @@ def find_engine(word: str) -> Engine | None:
     keys |= {plain(nickname): key for nickname, key in NICKNAMES.items()}
     key = keys.get(plain(word))
     return read_engine(key) if key else None
+
+
+def parse_engines(words: object) -> tuple[EngineAt, ...]:
+    """Parse one engine, or several with commas between them; as parse_engine."""
+    several = words.split(",") if isinstance(words, str) else [words]
+    return tuple(parse_engine(word) for word in several)
 
 
 def parse_engine(word: object) -> tuple[Engine, Version | None]:
@@ -251,7 +260,7 @@ def parse_engine(word: object) -> tuple[Engine, Version | None]:
     if not isinstance(word, str):
         detail = f"engine {word!r} is no text; expected one of {', '.join(ENGINES)}"
         raise InputError("unknown-engine", detail, 'For example: engine="vllm".')
-    name, colon, number = word.replace("==", ":", 1).partition(":")
+    name, colon, number = word.strip().replace("==", ":", 1).partition(":")
     engine = find_engine(name)
     if engine is None:
         detail = f"engine {name!r} is not known; expected one of {', '.join(ENGINES)}"

@@ -54,7 +54,8 @@ KeptDtype = Annotated[
 EngineName = Annotated[
     str | None,
     Option(
-        f"Engine that is to load it, or ENGINE:VERSION. One of: {', '.join(ENGINES)}.",
+        "Engine that is to load it. ENGINE:VERSION names a version, vllm,sglang several. One of:"
+        f" {', '.join(ENGINES)}.",
         ENGINES,
         flags=("--for",),
         panel=TARGET,

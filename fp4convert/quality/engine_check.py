@@ -7,13 +7,13 @@ one format.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form, with_fused
 from fp4convert.checkpoint.encodings.floats import DOUBLE
 from fp4convert.checkpoint.modules import form_finder
-from fp4convert.engines.files import Engine
+from fp4convert.engines.files import Engine, EngineAt
 from fp4convert.engines.rows import Contents, Part
 from fp4convert.engines.verdicts import Verdict, judge, judge_all
 from fp4convert.engines.versions import Version
@@ -66,17 +66,21 @@ def judge_by_engines(artifact: Artifact, findings: Sequence[Finding]) -> list[Ve
     return judge_all(artifact_contents(artifact, findings))
 
 
-def check_engine(
-    artifact: Artifact, findings: Sequence[Finding], asked: tuple[Engine, Version | None] | None
+def check_engines(
+    artifact: Artifact, findings: Sequence[Finding], asked: Iterable[EngineAt]
 ) -> list[Finding]:
-    """Report that an engine does not load an artifact.
+    """Report engines that do not load an artifact.
 
     "Nobody knows" is an error, too: quantize --for makes no such artifact.
-    asked  the engine and version of --for; None without one
+    asked  the engines and versions of --for
     """
-    if asked is None:
-        return []
-    engine, version = asked
+    return [one for each in asked for one in _check_engine(artifact, findings, *each)]
+
+
+def _check_engine(
+    artifact: Artifact, findings: Sequence[Finding], engine: Engine, version: Version | None
+) -> list[Finding]:
+    """Report that an engine does not load an artifact."""
     verdict = judge(engine, artifact_contents(artifact, findings), version)
     if verdict.may_load:
         return []

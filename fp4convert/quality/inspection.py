@@ -14,8 +14,7 @@ from fp4convert.checkpoint.dialects.base import Packed
 from fp4convert.checkpoint.error_report import read_recorded
 from fp4convert.checkpoint.module_names import join_names
 from fp4convert.checkpoint.record import MIXED, describe_form
-from fp4convert.engines.files import Engine
-from fp4convert.engines.versions import Version
+from fp4convert.engines.files import EngineAt
 from fp4convert.errors import Finding
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import (
@@ -26,7 +25,7 @@ from fp4convert.quality.checks import (
     judge,
     scale_nbytes,
 )
-from fp4convert.quality.engine_check import check_engine, judge_by_engines
+from fp4convert.quality.engine_check import check_engines, judge_by_engines
 from fp4convert.quality.kept_values import check_vectors
 from fp4convert.storage.safetensors import TensorRef, nbytes_of
 from fp4convert.storage.source import Source, stored_float
@@ -37,14 +36,14 @@ def inspect(
     source: Source | None,
     is_full: bool,
     phases: Phases | None = None,
-    engine: tuple[Engine, Version | None] | None = None,
+    asked: tuple[EngineAt, ...] = (),
 ) -> dict[str, Any]:
     """Make the document of `inspect --json`.
 
     source   the original weights, which decide more than statistics
     is_full  read every block scale, and have a second reader open every shard
     phases   receives the progress
-    engine   an engine that has to load it
+    asked    engines that have to load it
 
     scale_layout: "declared" is of our record (None without one), "detected" None if unknown.  The
     "forms" of a mixed artifact say more; keys in which they differ are None.
@@ -52,7 +51,7 @@ def inspect(
     chosen = choose_modules(artifact, is_full)
     judged = judge(artifact, source, chosen, chosen, phases or Phases())
     headers = check_headers(artifact) if is_full else ()
-    return describe_judged(artifact, judged, headers, source, engine)
+    return describe_judged(artifact, judged, headers, source, asked)
 
 
 def describe_judged(
@@ -60,7 +59,7 @@ def describe_judged(
     judged: Judged,
     others: Iterable[Finding] = (),
     source: Source | None = None,
-    engine: tuple[Engine, Version | None] | None = None,
+    asked: tuple[EngineAt, ...] = (),
 ) -> dict[str, Any]:
     """Make the document of `inspect --json` of a judged artifact.
 
@@ -69,7 +68,7 @@ def describe_judged(
     findings = [*judged.findings, *others]
     findings += check_vectors(artifact, source is not None)
     engines = [verdict.as_json() for verdict in judge_by_engines(artifact, findings)]
-    findings += check_engine(artifact, findings, engine)
+    findings += check_engines(artifact, findings, asked)
     return {
         **describe(artifact, judged),
         "engines": engines,

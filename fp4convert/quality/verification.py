@@ -12,13 +12,12 @@ from fp4convert.calibration.input_power import describe_inputs
 from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.error_report import read_recorded, shares
-from fp4convert.engines.files import Engine
-from fp4convert.engines.versions import Version
+from fp4convert.engines.files import EngineAt
 from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.error_sums import summarise
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import Judged, check_headers, choose_modules, is_healthy, judge
-from fp4convert.quality.engine_check import check_engine
+from fp4convert.quality.engine_check import check_engines
 from fp4convert.quality.kept_values import check_kept
 from fp4convert.quality.record_checks import (
     check_codes,
@@ -69,19 +68,19 @@ class TensorError:
 class Gate(NamedTuple):
     """The limits and demands of `verify`; None for no limit.
 
-    engine      that has to load the artifact
+    engines     that have to load the artifact
     public_key  of the signer
     """
 
     min_sqnr_db: float | None = None
     max_nmse: float | None = None
     max_output_error: float | None = None
-    engine: tuple[Engine, Version | None] | None = None
+    engines: tuple[EngineAt, ...] = ()
     public_key: Path | None = None
 
     @property
     def is_set(self) -> bool:
-        return any(asked is not None for asked in self)
+        return any(asked not in (None, ()) for asked in self)
 
     @property
     def given(self) -> dict[str, float]:
@@ -201,7 +200,7 @@ def verify_judged(
     sampled = choose_modules(artifact, is_full=False)
     judged = judge(artifact, related, list(artifact.modules), sampled, phases)
     findings = [*judged.findings, *check_headers(artifact)]
-    findings += check_engine(artifact, findings, gate.engine)  # which reads no hashes
+    findings += check_engines(artifact, findings, gate.engines)  # which reads no hashes
     # 2. The hashes of files, the signature, and the tensors that were kept.
     findings += check_hashes(artifact, hashes := dict[str, str](), phases)
     signature, signed = check_signature(artifact, verifier, hashes, phases)

@@ -75,6 +75,12 @@ W4A4 = ("nvfp4", "modelopt", 4)
         ("llama", "diffusers", "engine-refuses"),
         ("llama", "vllm:0.20", "engine-refuses"),
         ("llama", "llama.cpp", "dialect-container"),
+        # what several load
+        ("llama", "vllm,sglang", NVFP4),
+        ("moe", "vllm,transformers", MXFP4),
+        ("llama", "vllm,tensorrt-llm", W4A4),
+        ("llama", "vllm,mlx", "engine-refuses"),
+        ("llama", "vllm,", "unknown-engine"),
         # given by hand
         ("llama", "vllm --format mxfp4", MXFP4),
         ("llama", "vllm --dialect modelopt", ("nvfp4", "modelopt", 16)),
@@ -275,6 +281,17 @@ def test_two_engines_are_refused(command, tmp_path):
     told = run(*asked)
     assert (told.code, told.json["error"]["code"]) == (2, "usage")
     assert "--for is given twice" in told.json["error"]["message"]
+
+
+def test_of_several_engines_every_one_is_judged(tmp_path):
+    source = write_llama(tmp_path / "m")
+    plan = preview_quantize(source, engine="vllm,sglang")
+    assert [one["engine"] for one in plan["engines"]] == ["vllm", "sglang"]
+    step = run("quantize", source, "--for", "vllm,mlx", "--json").json["error"]["next"]
+    assert step == "Nothing is known that all of vllm,mlx load: make one for each."
+    done("quantize", source, "--for", "vllm", "-o", tmp_path / "q")
+    told = run("inspect", tmp_path / "q", "--for", "vllm,mlx,sglang", "--json")
+    assert [one["code"] for one in told.json["findings"]] == ["engine-refuses"]
 
 
 def choices_by_hand(engine):
