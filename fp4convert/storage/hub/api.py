@@ -18,24 +18,24 @@ import ssl
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
-from fp4convert.errors import AccessError, OutputError
+from fp4convert.errors import AccessError, Fp4Error, OutputError
 from fp4convert.progress import duration_text
 from fp4convert.storage.hub.fetchers import do_aside
 
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses that are worth a retry
 NEWS_SECONDS = 0.2  # failures of other threads in this time are no news
-LONGEST_PAUSE = 900.0  # seconds that a server may ask for
+LONGEST_PAUSE = 900.0  # seconds that a server may ask for; a longer pause ends the run
+FOR_EVER = 1e12  # seconds
 LATE = "it did not answer in time"
-# huggingface_hub raises these for JSON of an unexpected shape.
-ODD = (TypeError, AttributeError, LookupError)
+NO_HUB = "its answer is not a Hub's; does a proxy answer instead?"
 FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (ConnectionRefusedError, "it refuses the connection: nothing listens there"),
     (socket.gaierror, "no such host is known here (DNS)"),
@@ -47,7 +47,9 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (http.client.HTTPException, "it does not speak HTTP"),
     (UnicodeError, "no host can have that name (DNS)"),
     (json.JSONDecodeError, "its answer is no JSON"),
-    *((kind, "its answer is not a Hub's; does a proxy answer instead?") for kind in ODD),
+    # huggingface_hub raises these for JSON of an unexpected shape, and odd numbers in headers.
+    *((kind, NO_HUB) for kind in (TypeError, AttributeError, LookupError)),
+    *((kind, NO_HUB) for kind in (ArithmeticError, NameError)),
 )
 NAMED_FAILURES = {  # by a part of the class's name: these libraries may not be loaded
     "Timeout": LATE,
@@ -68,6 +70,7 @@ POLL_SECONDS = 0.2
 ANSWER_FACTOR = 6  # the Hub takes longer for a commit than for a piece of a file
 NOISY = tuple(f"huggingface_hub.{name}" for name in ("utils._http", "hf_api", "_commit_api"))
 WAITS = "Rate limited"  # its log line about a wait begins so
+_WAITED = re.compile(r"Waiting ([0-9.e+]+)s")
 _RATE_LIMIT = re.compile(r"r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")
 _SECONDS = re.compile(r"\s*[0-9]+\s*")  # other digits, such as a raised 2, are no number
 _UNSAID = re.compile(r"\S+://\S+|hf_\w+")
@@ -129,11 +132,12 @@ class Retry:
 
         failures       in a row without progress; the first is not reported
         trouble        host and reason, for people
-        asked_seconds  pause that the server asks for; it holds for every thread
+        asked_seconds  pause that the server asks for; it holds for every thread, and one that is
+                       longer than LONGEST_PAUSE ends the tries
         tries          at most; None for those of the patience
         """
         tries = tries or self.patience.tries
-        if failures >= tries:
+        if failures >= tries or (asked_seconds or 0.0) > LONGEST_PAUSE:
             return False
         # Doubled each time, and spread, lest threads return at the same moment.
         doubled = self.patience.first_seconds * 2 ** max(0, failures - 1)
@@ -180,6 +184,9 @@ class Asker:
         self._token = token
         self._tell = tell
         self._retry = Retry(patience, tell)
+        self._asked_seconds: list[
+            float
+        ] = []  # pauses that huggingface_hub was asked for, and keeps
 
     @property
     def api(self) -> Any:
@@ -201,16 +208,26 @@ class Asker:
             logger = logging.getLogger(name)
             for old in [one for one in logger.filters if getattr(one, "func", None) is _drop_links]:
                 logger.removeFilter(old)
-            logger.addFilter(partial(_drop_links, self._tell))
+            logger.addFilter(partial(_drop_links, self._tell, self._asked_seconds))
 
     def stop(self) -> None:
         """End all waits and refuse further calls."""
         self._retry.stopped.set()
 
+    def pause(self, seconds: float) -> None:
+        """Wait so long, or until `stop`."""
+        self._retry.stopped.wait(seconds)
+
     def check(self) -> None:
-        """Raise OutputError once `stop` was called."""
+        """Raise OutputError once `stop` was called, or a pause is too long."""
+        from huggingface_hub import constants
+
         if self.is_stopped:
             raise OutputError("push-stopped", f"{self._repo}: pushing was stopped", AGAIN)
+        if (longest := max(self._asked_seconds, default=0.0)) > LONGEST_PAUSE:
+            detail = f"{host_of(constants.ENDPOINT)} asks to wait {duration_text(longest)}"
+            detail = f"{self._repo}: {detail}; expected {duration_text(LONGEST_PAUSE)} at most"
+            raise OutputError("hub-unreachable", detail, f"After that time: {AGAIN.lower()}")
 
     def ask(self, trouble: str, call: Callable[[], T], nbytes: int = 0) -> T:
         """Return the call's result; repeat the call until the Hub answers.
@@ -233,8 +250,11 @@ class Asker:
             try:
                 limit = CALL_FACTOR * seconds_at_most + nbytes / LEAST_RATE
                 return self._wait_for(trouble, call, limit)
-            except (no_reply, OSError, RuntimeError, ValueError, *ODD) as error:
-                if isinstance(error, ODD) and not _is_of_package(error):
+            except Fp4Error:
+                raise
+            except Exception as error:
+                is_known = isinstance(error, (no_reply, OSError, RuntimeError, ValueError))
+                if not is_known and not _is_of_package(error):
                     raise  # a bug of ours
                 failures += 1
                 reason, seconds = self._judge(trouble, error)
@@ -256,10 +276,11 @@ class Asker:
         from huggingface_hub import constants
 
         future, began, reported = do_aside(call), time.monotonic(), 0.0
+        before = sum(self._asked_seconds)
         while not wait([future], POLL_SECONDS).done:
             self.check()
             passed = time.monotonic() - began
-            if passed > seconds:
+            if passed > seconds + sum(self._asked_seconds) - before:
                 found = f"{host_of(constants.ENDPOINT)} did not end its answer in"
                 detail = f"{self._repo}: {trouble}: {found} {duration_text(seconds)}"
                 raise OutputError("hub-unreachable", detail, AGAIN)
@@ -286,7 +307,8 @@ class Asker:
             is_passing = status in PASSING or status == CHANGED
             if is_passing or (is_storage and status not in FINAL):
                 of_storage = f" of {host}{_words_of_storage(response)}" if is_storage else ""
-                return f"HTTP {status}{of_storage}", pause_of(response.headers.get)
+                seconds = pause_of(response.headers.get)
+                return f"{status_words(status, seconds)}{of_storage}", seconds
             words = clean_words(getattr(error, "server_message", None) or "")
             said = f": {words}" if words else ""
             if status in (401, 403) and code == "GatedRepo":
@@ -330,6 +352,20 @@ def _limit_waits(seconds: float) -> None:
     client.timeout = seconds
 
 
+@contextmanager
+def replies_seen_by(look: Callable[[Any], None]) -> Iterator[None]:
+    """Show huggingface_hub's replies to a function meanwhile."""
+    from huggingface_hub import get_session
+
+    client = get_session()
+    before = client.event_hooks
+    client.event_hooks = {**before, "response": [*before.get("response", ()), look]}
+    try:
+        yield
+    finally:
+        client.event_hooks = before
+
+
 def _is_of_package(error: BaseException) -> bool:
     """Return whether huggingface_hub raised the error, not our code."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -347,11 +383,15 @@ def cannot_read(error: OSError) -> OutputError:
     return OutputError("cannot-read", detail, AGAIN)
 
 
-def _drop_links(tell: Callable[[str], None], record: logging.LogRecord) -> bool:
-    """Drop a log record, for it holds links; pass on only rate limits."""
+def _drop_links(tell: Callable[[str], None], asked: list[float], record: logging.LogRecord) -> bool:
+    """Drop a log record, for it holds links; pass on only rate limits.
+
+    asked  gets the seconds of those
+    """
     with suppress(TypeError, ValueError):
         message = record.getMessage()
         if message.startswith(WAITS):
+            asked += map(float, _WAITED.findall(message))
             tell(f"the Hub: {_UNSAID.sub('...', message)}")
     return False
 
@@ -380,11 +420,17 @@ def pause_of(header: Callable[[str], str | None]) -> float | None:
     if match := _RATE_LIMIT.search(header("RateLimit") or ""):
         asked = match[1]
     if _SECONDS.fullmatch(asked):
-        return min(float(asked), LONGEST_PAUSE)
+        return min(float(asked), FOR_EVER)
     try:
-        return max(0.0, min(parsedate_to_datetime(asked).timestamp() - time.time(), LONGEST_PAUSE))
+        return max(0.0, parsedate_to_datetime(asked).timestamp() - time.time())
     except (TypeError, ValueError, OverflowError, IndexError):
         return None
+
+
+def status_words(status: int, seconds: float | None) -> str:
+    """Describe a status, and a pause that is too long to be kept."""
+    is_long = (seconds or 0.0) > LONGEST_PAUSE
+    return f"HTTP {status}{f', to wait {duration_text(seconds or 0.0)}' if is_long else ''}"
 
 
 def plain_words(error: BaseException) -> str:
@@ -397,8 +443,9 @@ def plain_words(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__
-    name = type(error).__name__
-    return next((words for part, words in NAMED_FAILURES.items() if part in name), name)
+    name, said = type(error).__name__, clean_words(str(error))
+    unknown = f"{name}: {said}" if said else name
+    return next((words for part, words in NAMED_FAILURES.items() if part in name), unknown)
 
 
 def host_of(url: str) -> str:

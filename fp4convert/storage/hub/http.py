@@ -33,6 +33,7 @@ from fp4convert.storage.hub.api import (
     no_access,
     pause_of,
     plain_words,
+    status_words,
 )
 from fp4convert.storage.hub.watch import Watch
 
@@ -323,9 +324,8 @@ def _changed(file: RemoteFile, found: str) -> SourceError:
 
 
 def _passing(reply: BaseHTTPResponse) -> AgainError:
-    return AgainError(
-        f"HTTP {reply.status}", pause_of(reply.headers.get) if reply.status == 429 else None
-    )
+    seconds = pause_of(reply.headers.get) if reply.status == 429 else None
+    return AgainError(status_words(reply.status, seconds), seconds)
 
 
 def _follow(place: str, location: str) -> str:

@@ -17,6 +17,7 @@ from fp4convert.storage.hub.api import (
     no_access,
     pause_of,
     plain_words,
+    status_words,
 )
 from fp4convert.storage.hub.fetchers import do_aside
 from fp4convert.storage.hub.http import AGAIN, RemoteFile, check_endpoint
@@ -120,7 +121,8 @@ def _ask_hub(repo: str, access: Access, patience: Patience) -> Any:
             status, headers = error.response.status_code, error.response.headers
             if status not in PASSING:
                 raise _refusal(repo, access, status, headers.get("X-Error-Code")) from None
-            reason, seconds = f"HTTP {status}", pause_of(headers.get)
+            seconds = pause_of(headers.get)
+            reason = status_words(status, seconds)
         except (no_reply, OSError) as error:
             reason = plain_words(error)
         except NO_LIST:

@@ -27,6 +27,7 @@ from fp4convert.storage.hub.api import (
     Patience,
     cannot_read,
     hub_headers,
+    replies_seen_by,
 )
 from fp4convert.storage.hub.http import RangeReader, check_endpoint, check_token
 from fp4convert.storage.hub.repository import (
@@ -42,6 +43,8 @@ from fp4convert.storage.hub.repository import (
 from fp4convert.storage.source import BRANCH
 from fp4convert.version import __version__
 
+TAKEN = 409  # the repository is there; or another request makes it at this moment
+LONGEST_CONFLICT = 60.0  # seconds between two requests
 ASKED_AT_ONCE = 256  # objects a request, as in huggingface_hub
 Progress = Callable[[str, int], None]
 
@@ -118,12 +121,10 @@ class Pusher:
                 repository that must be private, or foreign weights in it
         """
         self._asker.begin()
-        api, visibility = self._asker.api, True if self._is_private else None
+        self._asker.ask("it cannot be made", self._create_once)
         self._asker.ask(
-            "it cannot be made",
-            lambda: api.create_repo(self.repo, private=visibility, exist_ok=True),
+            "it cannot be written to", lambda: self._asker.api.auth_check(self.repo, write=True)
         )
-        self._asker.ask("it cannot be written to", lambda: api.auth_check(self.repo, write=True))
         self._asker.may_write = True
         head = self._asker.ask("it cannot be listed", lambda: self._look_once(BRANCH))
         if not head.commit:
@@ -410,6 +411,22 @@ class Pusher:
                 parent_commit=parent.commit,
             )
         return self._look_once(made.oid)
+
+    def _create_once(self) -> None:
+        """Create the repository unless it is there.
+
+        huggingface_hub asks again without an end while another request is under way; here each of
+        these replies is a pause, twice as long as the last.
+        """
+        pauses = iter(2.0**number for number in range(-1, 6))
+
+        def slow_down(reply: Any) -> None:
+            if reply.status_code == TAKEN and b"conflicting operation" in reply.read():
+                self._asker.pause(next(pauses, LONGEST_CONFLICT))
+
+        visibility = True if self._is_private else None
+        with replies_seen_by(slow_down):
+            self._asker.api.create_repo(self.repo, private=visibility, exist_ok=True)
 
     def _look_once(self, revision: str) -> Head:
         return read_head(self._asker.api, self.repo, revision)

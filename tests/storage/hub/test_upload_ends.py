@@ -32,6 +32,7 @@ def test_a_hub_that_always_makes_the_repository_otherwise_is_given_up(hasty, hub
     assert (error.exit_code, error.code) == (5, "hub-unreachable")
     assert "did not end its answer in 1.20 s" in error.message
     assert any("given up after 1.20 s" in line for line in told)
+    assert requests(hub, "POST", "repos/create") <= 3  # pauses of 0.5 s, then 1 s
 
 
 @pytest.mark.parametrize("kind", ["status", "cut-before"])

@@ -111,6 +111,31 @@ def test_a_rate_limit_that_huggingface_hub_obeys_itself_is_told_too(hub, made, t
     assert told == ["the Hub: Rate limited. Waiting 4.0s before retry [Retry 1/5]."]
 
 
+@pytest.mark.parametrize("asked", ["86400", "9" * 30])
+@pytest.mark.parametrize("match", ["preupload", "batch", "commit"])
+def test_a_pause_that_nobody_waits_for_ends_the_push_and_is_told(match, asked, hub, made, told):
+    """huggingface_hub sleeps for it, or fails with an OverflowError; nothing is asked again."""
+    hub.fault(**at_hub("POST", match, 429, headers={"Retry-After": asked}, times=MANY))
+    error = refusal(OutputError, made, told)
+    assert (error.exit_code, error.code) == (5, "hub-unreachable")
+    assert " to wait " in error.message
+    assert requests(hub, "POST", match) <= 6  # huggingface_hub's own, whose sleep is cut short here
+    hub.faults.clear()
+    push(made, told)
+    assert {name: hub.read(REPO)[name] for name in made.files} == made.bytes()
+
+
+def test_errors_inside_the_package_are_the_hubs_fault(hub, made, told, monkeypatch):
+    """A name that it never set: UnboundLocalError, where the Hub answers another object."""
+    code = "def preupload_lfs_files(*words, **named):\n    return unset_name"
+    home = {"__name__": "huggingface_hub.hf_api"}
+    exec(code, home)
+    monkeypatch.setattr("huggingface_hub.HfApi.preupload_lfs_files", home["preupload_lfs_files"])
+    error = refusal(OutputError, made, told)
+    assert (error.exit_code, error.code) == (5, "hub-unreachable")
+    assert "its answer is not a Hub's" in error.message
+
+
 def test_what_does_not_pass_is_exit_5_and_goes_on_later(hub, made, told):
     down = hub.fault("status", method="PUT", status=503, times=MANY)
     error = refusal(OutputError, made, told)
