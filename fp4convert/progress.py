@@ -170,7 +170,13 @@ def size_text(nbytes: float) -> str:
 
 def count_text(number: int, what: str) -> str:
     """Write a number of things: 1 module, 2,000 modules."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+    several = f"{what[:-1]}ces" if what.endswith("ix") else f"{what}s"
+    return f"{number:,} {what if number == 1 else several}"
+
+
+def are_text(number: int, what: str) -> str:
+    """Write a number of things with its verb: 1 module is, 2,000 modules are."""
+    return f"{count_text(number, what)} {'is' if number == 1 else 'are'}"
 
 
 def tokens_text(tokens: float) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fp4convert.checkpoint.misnamed import refuse_misnamed
 from fp4convert.errors import InputError, shell_line
+from fp4convert.progress import are_text
 from fp4convert.storage.checkpoint_files import NUMBERED, find_index, read_index
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import open_source
@@ -48,7 +49,7 @@ def refuse_adapter(source: Source) -> None:
         base = config.get("base_model_name_or_path")
     is_known = isinstance(base, str) and base != ""
     detail = f"{source.name} is a LoRA adapter{f' of {base}' if is_known else ''}: {factors} of its"
-    detail = f"{detail} {len(names)} tensors are low-rank factors; expected a whole model"
+    detail = f"{detail} {are_text(len(names), 'tensor')} low-rank factors; expected a whole model"
     named = source.checkpoint.repo or source.name
     words = ("quantize", str(base) if is_known else "BASE", "--format", "nvfp4", "--lora", named)
     next_step = f"Give its base model, and merge it on the way: {shell_line('fp4convert', *words)}"

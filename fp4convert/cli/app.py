@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext, redirect_stdout
 from errno import EIO, EMFILE, ENAMETOOLONG, ENFILE, ENOMEM, ENOSPC, ESTALE
@@ -90,6 +91,8 @@ def make_app(called: Collection[str] = tuple(COMMANDS), is_list: bool = True) ->
 
 def main() -> None:
     """Run the command line, print what fails, and exit."""
+    # What NumPy says of NaN in weights is no news: the error that names them is.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"fp4convert\.")
     with sturdy_streams():
         given = sys.argv[1:]
         arguments = _as_options(given)

@@ -65,6 +65,7 @@ from fp4convert.planning.repack_plan import (
     refuse_other_matrices,
 )
 from fp4convert.planning.steps import refuse_forgotten
+from fp4convert.progress import are_text
 from fp4convert.quality.scale_checks import (
     are_equal,
     check_other_scales,
@@ -159,7 +160,7 @@ def prepare_transcode(
         lost = [
             name for name, reason in {**replaced, **plan.left_out}.items() if reason == PLACELESS
         ]
-        what = f"{len(lost)} tensors are left out, for the GGUF file has no place for them"
+        what = f"{are_text(len(lost), 'tensor')} left out, for the GGUF file has no place for them"
         notes = (f"{what}, the first {lost[0]!r}",) if lost else ()
     return replace(
         plan,

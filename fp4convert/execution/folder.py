@@ -44,6 +44,7 @@ from fp4convert.storage.disk import (
     fsync_folder,
     hash_file,
     is_sealed,
+    name_inside,
     nbytes_there,
     seal,
     write_errors_at,
@@ -342,8 +343,7 @@ class OutputFolder:
         final = self.state / name
         temp = self.write_temp(f"state-{final.name}", (text.encode("utf-8"),))
         with write_errors_at(final):
-            os.replace(temp, final)
-            fsync_folder(final.parent)
+            name_inside(temp, final)
 
     def sweep(self) -> None:
         """Remove temporary files of processes that are gone."""

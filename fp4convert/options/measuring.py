@@ -3,10 +3,12 @@
 The docstring of a class is the help of its command.
 """
 
+import os
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, ClassVar
 
+from fp4convert.errors import InputError, shell_line
 from fp4convert.numerics.formats import GRAMS
 from fp4convert.options.access import DEVICES, AccessOptions, DeviceOptions, Force
 from fp4convert.options.arguments import (
@@ -118,6 +120,13 @@ class CalibrateOptions(TextOptions):
     lora_scale: AdapterScale = None
     force: Force = False
     phases: Phases | None = None
+
+    def __post_init__(self) -> None:
+        if os.fspath(self.output).endswith("/"):
+            detail = f"-o {self.output} names a folder; expected a new file"
+            step = f"Name one: {shell_line('-o', f'{self.output}NAME.safetensors')}"
+            raise InputError("output-name", detail, step)
+        super().__post_init__()
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -16,7 +16,7 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, INT4, MXFP4, NVFP4, Format, format_named
 from fp4convert.planning.kept_dtype import expanded_spec, held_form, unheld, word_of
 from fp4convert.planning.steps import Action, Task
-from fp4convert.progress import count_text
+from fp4convert.progress import are_text, count_text
 from fp4convert.recipes.draft_layers import find_differing, is_draft_head
 from fp4convert.recipes.options import KEEP
 from fp4convert.recipes.patterns import matches_any
@@ -358,7 +358,7 @@ def rounded_again(verdicts: Mapping[str, Verdict]) -> list[str]:
         if coding.is_packed and not is_fp8(verdict.linear):
             again[coding.word, form.word].append(module)
     return [
-        f"{len(modules)} modules are {word} and are rounded again to {other}, the first"
+        f"{are_text(len(modules), 'module')} {word} and are rounded again to {other}, the first"
         f" {modules[0]!r}: the errors add; start from the original weights if you can"
         for (word, other), modules in again.items()
         if not word.startswith(INT4.name) or not all(EXPERTS in module for module in modules)

@@ -15,7 +15,7 @@ from fp4convert.planning.activation_scales import (
     range_of,
     typical_seen,
 )
-from fp4convert.progress import count_text
+from fp4convert.progress import are_text, count_text
 
 if TYPE_CHECKING:
     from fp4convert.calibration.statistics import Calibration
@@ -91,7 +91,7 @@ def _find_small(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibrati
         return []
     _, module, reach, amax = max(cut)
     detail = (
-        f"input scales of {len(cut)} modules are smaller than {seen.path} asks for: that of"
+        f"input scales of {are_text(len(cut), 'module')} smaller than {seen.path} asks for: that of"
         f" {module} reaches {reach:g}"
     )
     detail += f", where an input of {amax:g} was seen"
@@ -114,7 +114,7 @@ def _find_large(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibrati
         return []
     _, module, floor, typical = min(lost)
     detail = (
-        f"input scales of {len(lost)} modules are larger than {seen.path} asks for: that of"
+        f"input scales of {are_text(len(lost), 'module')} larger than {seen.path} asks for: that of"
         f" {module} rounds blocks well whose largest input is {floor:.3g} or more, where a typical"
         f" one has {typical:.3g}"
     )

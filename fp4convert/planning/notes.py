@@ -19,7 +19,7 @@ from fp4convert.numerics.formats import FLOAT_TYPES, Format
 from fp4convert.planning.decisions import Verdict
 from fp4convert.planning.kept_dtype import word_of
 from fp4convert.planning.steps import Draft, Task
-from fp4convert.progress import count_text
+from fp4convert.progress import are_text, count_text
 from fp4convert.recipes.recipe import Recipe, Target
 from fp4convert.recipes.rules import is_expert_stack
 from fp4convert.recipes.unread_modules import find_unread_modules
@@ -43,8 +43,8 @@ def notes_on(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield notes on a source that hold for every result."""
     if omitted := checkpoint.unindexed:
         yield (
-            f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}; they are taken"
-            " all the same"
+            f"{are_text(len(omitted), 'tensor')} not in the index, the first {omitted[0]!r}; they"
+            " are taken all the same"
         )
     copies = [file for file in checkpoint.left_out if file.startswith(MISTRALS)]
     if copies:

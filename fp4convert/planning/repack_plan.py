@@ -46,6 +46,7 @@ from fp4convert.planning.notes import (
 from fp4convert.planning.plan import Plan, Writing, refuse_collisions
 from fp4convert.planning.quantize_plan import kept_modules, list_left_out, refuse_other_container
 from fp4convert.planning.steps import Draft, Step, Task, refuse_forgotten
+from fp4convert.progress import are_text
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_groups
 from fp4convert.recipes.unread_modules import find_unread_modules
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
@@ -98,7 +99,7 @@ def plan_dequantize(
     kept = [ref for ref in checkpoint.tensors if ref.name not in consumed]
     if typed := [ref.name for ref in kept if ref.dtype not in DTYPE_BITS]:
         warnings.append(
-            f"{len(typed)} tensors are kept in GGUF's own types, the first {typed[0]!r}"
+            f"{are_text(len(typed), 'tensor')} kept in GGUF's own types, the first {typed[0]!r}"
         )
     homes = {linear.module: linear.home for linear in packed if linear.module not in stacked}
     refuse_forgotten(checkpoint.tensors, tasks, left_out, homes)
@@ -374,7 +375,7 @@ def refuse_other_matrices(checkpoint: Checkpoint, contents: Transcoding) -> None
     found += [name for name in fp8 if name.endswith(WEIGHT) and name not in known]
     if found:
         detail = (
-            f"{len(found)} tensors are quantized in a way that cannot be carried, the first"
+            f"{are_text(len(found), 'tensor')} quantized in a way that cannot be carried, the first"
             f" {found[0]!r}; expected NVFP4, MXFP4, FP8, MXFP8, int4 and floats"
         )
         raise InputError("mixed-modules", detail, "Start from the original weights.", found[0])

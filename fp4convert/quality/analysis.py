@@ -19,7 +19,7 @@ from fp4convert.numerics.formats import FP4_FORMATS, FP8, NVFP4
 from fp4convert.planning.decisions import NAME_SOME, decide
 from fp4convert.planning.no_effect import find_idle, refuse_idle
 from fp4convert.process import processors
-from fp4convert.progress import Phases
+from fp4convert.progress import Phases, are_text
 from fp4convert.quality.losses import (
     BF16,
     ROW,
@@ -113,7 +113,8 @@ def analyze(
     weights = sum(kind.weights for kind in kinds)
     warnings = []
     if packed := [linear for linear in linears if linear.coding.is_packed]:
-        warning = f"{len(packed)} matrices are {packed[0].coding.word} or otherwise packed already:"
+        warning = f"{are_text(len(packed), 'matrix')} {packed[0].coding.word} or otherwise packed"
+        warning += " already:"
         warning += " losses are against what they hold now"
         warnings = [f"{warning}, not against the weights that they were made from"]
     losses_of_all = ((way, mean_loss(kinds, way)) for way in kinds[0].losses)

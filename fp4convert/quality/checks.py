@@ -25,7 +25,7 @@ from fp4convert.checkpoint.unread import find_beside
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales
-from fp4convert.progress import Phases, count_text
+from fp4convert.progress import Phases, are_text, count_text
 from fp4convert.quality.engine_check import check_fused
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
 from fp4convert.quality.scale_checks import check_scales
@@ -202,7 +202,7 @@ def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:
     yield from _check_unread(artifact)
     # Tensors that the index of the checkpoint leaves out.
     if omitted := artifact.source.checkpoint.unindexed:
-        detail = f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}"
+        detail = f"{are_text(len(omitted), 'tensor')} not in the index, the first {omitted[0]!r}"
         detail += ": engines that follow it do not load them"
         yield Finding("error", "index-omits", None, detail)
     # Modules that the recipes of the model's family would keep.

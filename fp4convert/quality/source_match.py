@@ -22,7 +22,7 @@ from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.corrected import Residual
 from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.codec import FLOAT_DTYPES, block_steps, dequantize, nearest_values
-from fp4convert.numerics.formats import E2M1_MAX, NVFP4
+from fp4convert.numerics.formats import E2M1_MAX, MXFP4, NVFP4
 from fp4convert.numerics.matrices import Blocks, Quantized
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales, swap_nibbles
 from fp4convert.progress import Phases, count_text
@@ -53,7 +53,7 @@ FEW = 0.25
 # Of the largest value: FP8 has no block scale for values 2^-9 / 448 = 2^-17.8 of it, which become
 # zeros as they must.
 FAINT = 2.0**-16
-LEAST_SCALE = 0x01  # of E4M3: 2^-9
+LEAST_SCALES = {NVFP4: 0x01, MXFP4: 0x00}  # 2^-9 of E4M3, 2^-127 of E8M0
 EXCESS = 1.05  # what a rule's choice of a scale may lose beside the least one
 LOST = 0.5  # of a block's power: from there on rounding has lost it
 
@@ -255,10 +255,12 @@ def is_underflow(panels: Iterable[tuple[Doubles, Quantized]]) -> bool:
     """
     has_lost = False
     for values, q in panels:
-        if q.format is not NVFP4:  # E8M0 reaches down to where float32 ends
+        if q.format not in LEAST_SCALES:
             return False
         shape = (-1, q.format.block_size)
-        least = replace(q, block_scales=memoryview(bytes([LEAST_SCALE]) * len(q.block_scales)))
+        least = replace(
+            q, block_scales=memoryview(bytes([LEAST_SCALES[q.format]]) * len(q.block_scales))
+        )
         found = (values, dequantize(q), nearest_values(values, q), nearest_values(values, least))
         x, y, nearest, best = (each.reshape(shape).astype(np.float64) for each in found)
         noise, least_noise = (((x - other) ** 2).sum(axis=1) for other in (y, best))

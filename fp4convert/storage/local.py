@@ -240,7 +240,8 @@ class LocalSource(Source):
             return error
         repo = str(parse_json_object(read_whole(self, HUB_FILE), HUB_FILE).get("repo"))
         detail = f"{self._folder}: its shards are not here: --no-keep has sent them to {repo}"
-        step = f"Name the repository: {repo}; or run its command without --no-keep."
+        step = f"Name the repository: {repo}; if it lacks them, its commit was not made: run the"
+        step = f"{step} command again that began it."
         return InputError("shards-gone", detail, step)
 
     def _step_to_weights(self, names: Collection[str]) -> str:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkpoints import (
     INDEX,
@@ -311,3 +312,16 @@ def test_numbers_beyond_belief(tmp_path, monkeypatch):
     (tmp_path / "n" / "model.safetensors").write_bytes(pack_shard({"a.weight": weight()}))
     (tmp_path / "n" / "config.json").write_bytes(nested)
     assert ended("inspect", "n").code == 2
+
+
+def test_a_signalling_nan_is_an_error_and_no_warning_of_numpy(place):
+    """bfloat16 0x7f81; a process of its own shows what Python warns of."""
+    codes = np.full((64, 64), 0x3F80, np.uint16)
+    codes[5, 7] = 0x7F81
+    tensors = {"layers.0.mlp.up_proj.weight": ("BF16", codes.shape, codes.tobytes())}
+    write_single(place / "nan", tensors)
+    words = ("quantize", "nan", "--format", "nvfp4", "-o", "n")
+    told = outcome(place, words, lambda: None)
+    assert told.returncode == 2
+    assert told.stderr.startswith("error[not-finite]: ")
+    assert "Warning" not in told.stderr

@@ -8,7 +8,7 @@ from checkpoints import run, write_llama
 from fp4convert.cli.commands import COMMANDS
 from fp4convert.errors import InputError
 from fp4convert.options.looking import InspectOptions, VerifyOptions
-from fp4convert.options.measuring import CompareOptions
+from fp4convert.options.measuring import CalibrateOptions, CompareOptions
 from fp4convert.options.rewriting import DequantizeOptions, TranscodeOptions
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.recipes.options import _folded, declared_in
@@ -153,3 +153,10 @@ def test_two_revisions_are_not_one():
         with pytest.raises(InputError) as refused:
             bad()
         assert refused.value.code == "usage"
+
+
+def test_a_calibration_is_a_file():
+    with pytest.raises(InputError) as refused:
+        CalibrateOptions("A", "out/", text="t")
+    assert refused.value.code == "output-name"
+    assert refused.value.next_step == "Name one: -o out/NAME.safetensors"

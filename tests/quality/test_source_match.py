@@ -201,6 +201,23 @@ def test_how_many_modules_differ_is_told(count, pair, tmp_path):
         assert details[None].startswith(f"{those} are not the weights of other")
 
 
+@pytest.mark.parametrize("values", ["all", "one"])
+def test_weights_below_mxfp4s_least_scale_are_lost_to_underflow(values, tmp_path):
+    """Denormal float32: under 2^-127, the least of E8M0, they are zeros, and no other source."""
+    rng, module = np.random.default_rng(1), "layers.0.self_attn.o_proj"
+    x = rng.integers(0, 1 << 10, (64, 128)).astype(np.uint32)
+    if values == "one":
+        x[:] = 0
+        x[3, 5] = 5
+    tensors = {f"{module}.weight": ("F32", x.shape, x.tobytes())}
+    source, out = write_single(tmp_path / "source", tensors), tmp_path / "out"
+    run("quantize", source, "--format", "mxfp4", "-o", out, "-q")
+    assert errors_of(source, out) == {
+        ("weights-underflow", module),
+        ("weights-underflow", f"{module}.weight"),
+    }
+
+
 @pytest.mark.parametrize(
     ("dialect", "faint"), [("mlx", 1e-5), ("compressed-tensors", 2e-8), ("modelopt", 2e-8)]
 )
