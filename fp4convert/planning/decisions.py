@@ -358,7 +358,7 @@ def rounded_again(verdicts: Mapping[str, Verdict]) -> list[str]:
         if coding.is_packed and not is_fp8(verdict.linear):
             again[coding.word, form.word].append(module)
     return [
-        f"{are_text(len(modules), 'module')} {word} and are rounded again to {other}, the first"
+        f"{are_text(len(modules), 'module')} {word} and rounded again to {other}, the first"
         f" {modules[0]!r}: the errors add; start from the original weights if you can"
         for (word, other), modules in again.items()
         if not word.startswith(INT4.name) or not all(EXPERTS in module for module in modules)
