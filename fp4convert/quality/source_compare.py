@@ -123,6 +123,10 @@ def measure(
     max_abs = output = 0.0
     width = coded.format.block_size if coded else weights.shape[1]
     places = OddPlaces(weights.shape[1], width, artifact.record.get("method") == "gptq")
+    dtype = pair.theirs.refs[0].dtype
+    stem = artifact.modules[module].stem if module in artifact.modules else module
+    if coded and blocks and not inputs and (whole := places.sum_by_rows(weights, coded)):
+        return Distance(whole, stem, dtype)
     answered = answered_wrongly = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for panel in row_panels(weights.shape, MEASURED_ELEMENTS):
@@ -149,12 +153,11 @@ def measure(
     sums = Sums(
         math.prod(weights.shape), places.signal, places.noise, output, max_abs, histogram=histogram
     )
-    stem = artifact.modules[module].stem if module in artifact.modules else module
     answers = (answered, answered_wrongly) if inputs else None
     odd = places.describe() if coding.is_packed else ""
     is_other = bool(odd) or places.noise > DIFFERENT * places.signal
     is_lost = is_other and _is_lost(weights, coded)
-    return Distance(sums, stem, pair.theirs.refs[0].dtype, odd, answers, is_lost)
+    return Distance(sums, stem, dtype, odd, answers, is_lost)
 
 
 def _is_lost(weights: Weights, coded: Blocks | None) -> bool:

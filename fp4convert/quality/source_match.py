@@ -21,9 +21,11 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.corrected import Residual
 from fp4convert.errors import Finding, InputError
+from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, block_steps, dequantize, nearest_values
-from fp4convert.numerics.formats import E2M1_MAX, MXFP4, NVFP4
-from fp4convert.numerics.matrices import Blocks, Quantized
+from fp4convert.numerics.error_sums import COLUMNS, Float64s, Sums
+from fp4convert.numerics.formats import CODES, E2M1_MAX, MXFP4, NVFP4
+from fp4convert.numerics.matrices import Blocks, Matrix, Quantized, Weights, row_panels
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales, swap_nibbles
 from fp4convert.progress import Phases, count_text
 from fp4convert.quality.fold_recovery import fold_originals
@@ -48,6 +50,8 @@ DIFFERENT_BLOCK = 16.0
 # Power of a block by that mean, from which no rule rounds all of it to zeros: its largest value
 # decides its scale.
 NEVER_ZERO = 0.25
+NEARLY_ZERO = 2.0**-40  # of that mean: a block whose values have no more power may be all lost
+NO_SIGNS = np.uint64(0x7777777777777777)  # of 16 packed codes
 # Share of a row's blocks up to which they are told as blocks, and above as a row.
 FEW = 0.25
 # Of the largest value: FP8 has no block scale for values 2^-9 / 448 = 2^-17.8 of it, which become
@@ -100,10 +104,16 @@ def match_source(
     chosen = list(known)[:: max(1, len(known) // COMPARED_MODULES)]
     phases = phases or Phases()
     phases.begin("sample", len(chosen), lambda count: f"{count:.0f} modules")
-    fits = {}
     for module in chosen:
-        fits[module] = _fit_readings(artifact, module, source, known[module])
+        if not _Sample.of(artifact, module, source, known[module]).is_nearest():
+            break
         phases.report(module, 1)
+    else:
+        return artifact.scale_layout, []
+    fits = {
+        module: _Sample.of(artifact, module, source, known[module]).fit_readings()
+        for module in chosen
+    }
     # The reading of all modules together: the one with the least median residual.
     declared = _Reading(artifact.scale_layout, False)
     lost = [module for module, found in fits.items() if found[declared].is_lost]
@@ -154,33 +164,62 @@ def _choose(residuals: dict[_Reading, float], expected: _Reading) -> _Reading:
     return best if is_clear and residuals[best] < RESIDUAL_LIMIT else expected
 
 
-def _fit_readings(
-    artifact: Artifact, module: str, source: Source, original: Linear
-) -> dict[_Reading, _Fit]:
-    """Compare every reading of a module with some of its rows from all over."""
-    q = artifact.decode(module)
-    rows, columns = q.shape
-    height = max(1, COMPARED_ELEMENTS // COMPARED_CHUNKS // columns)
-    chunks = [(0, rows)]
-    if height * COMPARED_CHUNKS < rows:
-        last = COMPARED_CHUNKS - 1
-        begins = [number * (rows - height) // last for number in range(COMPARED_CHUNKS)]
-        chunks = [(begin, begin + height) for begin in begins]
-    weights = original.coding.weights(original, source)
-    if correction := artifact.correction(module):
-        weights = Residual(weights, correction)
-    stored = b"".join(weights.rows(*chunk).data for chunk in chunks)
-    x = np.frombuffer(stored, FLOAT_DTYPES[weights.dtype]).astype(np.float64)
-    slack = PLACED if artifact.record.get("method") == "gptq" else 1.0
-    found = {}
-    for layout, part in _read_layouts(q, artifact.scale_layout, chunks):
-        swapped = replace(part, packed=swap_nibbles(part.packed))
-        fit = _fit(x, part, slack)
-        if layout == artifact.scale_layout and fit.residual >= DIFFERENT_RESIDUAL:
-            fit = fit._replace(is_lost=is_underflow([(x, part)]))
-        found[_Reading(layout, False)] = fit
-        found[_Reading(layout, True)] = _fit(x, swapped, slack)
-    return found
+class _Sample(NamedTuple):
+    """Rows of a module from all over it.
+
+    x       the source's values, flat
+    coded   the module's codes and scales, of all its rows
+    chunks  first row, and the one behind the last
+    """
+
+    x: Doubles
+    coded: Blocks
+    chunks: list[tuple[int, int]]
+    declared: str
+    slack: float
+
+    @classmethod
+    def of(cls, artifact: Artifact, module: str, source: Source, original: Linear) -> _Sample:
+        q = artifact.decode(module)
+        rows, columns = q.shape
+        height = max(1, COMPARED_ELEMENTS // COMPARED_CHUNKS // columns)
+        chunks = [(0, rows)]
+        if height * COMPARED_CHUNKS < rows:
+            last = COMPARED_CHUNKS - 1
+            begins = [number * (rows - height) // last for number in range(COMPARED_CHUNKS)]
+            chunks = [(begin, begin + height) for begin in begins]
+        weights = original.coding.weights(original, source)
+        if correction := artifact.correction(module):
+            weights = Residual(weights, correction)
+        stored = b"".join(weights.rows(*chunk).data for chunk in chunks)
+        x = np.frombuffer(stored, FLOAT_DTYPES[weights.dtype]).astype(np.float64)
+        slack = PLACED if artifact.record.get("method") == "gptq" else 1.0
+        return cls(x, q, chunks, artifact.scale_layout, slack)
+
+    def is_nearest(self) -> bool:
+        """Return whether the codes are the nearest under the declared scales.
+
+        Then no other reading is looked at: under scales that lie wrong, nearer codes exist.
+        """
+        _, q = next(_read_layouts(self.coded, self.declared, self.chunks))
+        values = dequantize(q).ravel().astype(np.float64)
+        noise, signal = (float(np.dot(each, each)) for each in (self.x - values, self.x))
+        if not noise < RESIDUAL_LIMIT * signal:
+            return False
+        nearest = self.x - nearest_values(self.x, q).astype(np.float64)
+        return noise <= ROUNDING_EXCESS * float(np.dot(nearest, nearest))
+
+    def fit_readings(self) -> dict[_Reading, _Fit]:
+        """Compare every reading."""
+        found = {}
+        for layout, part in _read_layouts(self.coded, self.declared, self.chunks):
+            swapped = replace(part, packed=swap_nibbles(part.packed))
+            fit = _fit(self.x, part, self.slack)
+            if layout == self.declared and fit.residual >= DIFFERENT_RESIDUAL:
+                fit = fit._replace(is_lost=is_underflow([(self.x, part)]))
+            found[_Reading(layout, False)] = fit
+            found[_Reading(layout, True)] = _fit(self.x, swapped, self.slack)
+        return found
 
 
 def _read_layouts(
@@ -280,6 +319,23 @@ def underflow(name: str) -> Finding:
     return Finding("error", "weights-underflow", name, detail)
 
 
+def _has_lost_blocks(x: Matrix, q: Quantized, mean: Float64s) -> bool:
+    """Return whether ordinary values became a block of zeros, or nearly.
+
+    mean  of each row: the mean power of a block
+    """
+    size = q.format.block_size
+    codes = np.frombuffer(q.packed, np.uint64).reshape(-1, size // CODES)
+    steps = block_steps(q).astype(np.float64).reshape(len(mean), -1)
+    with np.errstate(over="ignore"):
+        is_faint = size * (E2M1_MAX * steps) ** 2 <= NEARLY_ZERO * mean[:, None]
+    is_faint |= ((codes & NO_SIGNS) == 0).all(axis=1).reshape(is_faint.shape)
+    rows, places = np.nonzero(is_faint)
+    values = np.frombuffer(x.data, FLOAT_DTYPES[x.dtype]).reshape(*is_faint.shape, size)
+    lost = (values[rows, places].astype(np.float64) ** 2).sum(axis=1)
+    return bool((lost > NEVER_ZERO * mean[rows]).any())
+
+
 class OddPlaces:
     """Rows and blocks that are not the source's, gathered panel by panel.
 
@@ -298,6 +354,29 @@ class OddPlaces:
         # What differs: row, first column (of blocks alone), and by which mean power.
         self._rows: list[tuple[int, float]] = []
         self._blocks: list[tuple[int, int, float]] = []
+
+    def sum_by_rows(self, weights: Weights, coded: Blocks) -> Sums | None:
+        """Sum a matrix through the C library; None where a row needs `add`.
+
+        A row whose noise is below the limits of a row and of a block with the row's mean power
+        holds nothing odd, but for blocks of zeros in the place of ordinary values: these are looked
+        at by their codes and scales.
+        """
+        if weights.dtype not in FLOAT_DTYPES:
+            return None
+        total, blocks = Sums(), self._columns // self._width
+        for panel in row_panels(weights.shape):
+            x, q = weights.rows(*panel), coded.rows(*panel)
+            compared = Cpu().compare(x, q)
+            signal, noise = (
+                np.frombuffer(compared.rows, np.float64).reshape(-1, len(COLUMNS))[:, :2].T
+            )
+            mean = signal / blocks
+            most = self._slack * np.minimum(DIFFERENT_BLOCK * mean, DIFFERENT_ROW * signal)
+            if not (noise <= most).all() or _has_lost_blocks(x, q, mean):
+                return None
+            total = total.plus(compared, x.shape[0] * x.shape[1])
+        return replace(total, clipped=0)
 
     def add(self, first_row: int, x: Doubles, difference: Doubles) -> None:
         """Add the differences of whole rows.

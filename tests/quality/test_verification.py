@@ -77,8 +77,12 @@ def test_a_sound_artifact_passes(format, dialect, source, artifact):
     assert measured["checked"]["source"] == source.name
 
 
+SUMMED = 7e-7
+
+
 @pytest.mark.parametrize(("format", "dialect"), TARGETS)
 def test_the_numbers_are_those_of_numpy(format, dialect, source, artifact, tmp_path):
+    """But for the roundings of groups of 256 squares that are added in float32: kernels/compare.c."""
     folder = artifact(format, dialect)
     assert run("dequantize", folder, "-o", tmp_path / "plain", "--dtype", "fp32").code == 0
     before, after = read_folder(source), read_folder(tmp_path / "plain")
@@ -89,17 +93,17 @@ def test_the_numbers_are_those_of_numpy(format, dialect, source, artifact, tmp_p
         x, y = values_of(before[entry["name"]]).ravel(), values_of(after[entry["name"]]).ravel()
         noise, signal = ((x - y) ** 2).sum(), (x**2).sum()
         assert " ".join(entry) == "name sqnr_db mse max_abs cosine saturated zero histogram"
-        assert entry["sqnr_db"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-12)
-        assert entry["mse"] == pytest.approx(noise / x.size, rel=1e-12)
+        assert entry["sqnr_db"] == pytest.approx(10 * math.log10(signal / noise), rel=SUMMED)
+        assert entry["mse"] == pytest.approx(noise / x.size, rel=SUMMED)
         assert entry["max_abs"] == np.abs(x - y).max()
-        assert entry["cosine"] == pytest.approx(x @ y / math.sqrt(signal * (y @ y)), rel=1e-12)
+        assert entry["cosine"] == pytest.approx(x @ y / math.sqrt(signal * (y @ y)), rel=SUMMED)
         noises.append(noise)
         signals.append(signal)
         all_db.append(10 * math.log10(signal / noise))
     assert document["summary"] == {
-        "sqnr_db_min": pytest.approx(min(all_db), rel=1e-12),
-        "sqnr_db_mean": pytest.approx(sum(all_db) / 7, rel=1e-12),
-        "nmse": pytest.approx(sum(noises) / sum(signals), rel=1e-12),
+        "sqnr_db_min": pytest.approx(min(all_db), rel=SUMMED),
+        "sqnr_db_mean": pytest.approx(sum(all_db) / 7, rel=SUMMED),
+        "nmse": pytest.approx(sum(noises) / sum(signals), rel=SUMMED),
         "worst": min(zip(all_db, (entry["name"] for entry in document["tensors"]), strict=True))[1],
     }
     assert 15 < min(all_db) < max(all_db) < 25
