@@ -82,7 +82,7 @@ SUMMED = 7e-7
 
 @pytest.mark.parametrize(("format", "dialect"), TARGETS)
 def test_the_numbers_are_those_of_numpy(format, dialect, source, artifact, tmp_path):
-    """But for the roundings of groups of 256 squares that are added in float32: kernels/compare.c."""
+    """But for groups of 256 squares, which are added in float32: kernels/compare.c."""
     folder = artifact(format, dialect)
     assert run("dequantize", folder, "-o", tmp_path / "plain", "--dtype", "fp32").code == 0
     before, after = read_folder(source), read_folder(tmp_path / "plain")
