@@ -71,6 +71,7 @@ def loading(engine: Engine, usual: Preset) -> str:
     if engine.code:
         return load_code(engine, {"architectures": ["LlamaForCausalLM"]}, folder)[-1]
     names = {"output": folder, "file": f"{folder}/{place.name}", "name": PurePath(folder).name}
+    names["place"] = engine.places[-1]["folder"] if engine.places else ""
     return engine.serve.format(**names)
 
 

@@ -11,7 +11,7 @@
  * room: rows * (blocks + 1) + (rows + 129) * 3 * min(blocks, 64) doubles, whatever they hold.  Codes need no alignment.
  * Bytes moved: count_bytes 1 a byte; sum_cells per code 2, and in doubles 8 to and 16 from its value, 24 to the sums above every
  * row, and 16 / run from these for every run.
- * tests/kernels/test_scale_variance.py defines both; fp4convert/quality/layout_detection.py says what they are for.
+ * tests/kernels/test_scale_variance.py defines both; fp4convert/numerics/layout_detection.py says what they are for.
  * Block scales are judged where they are read: there are no CUDA kernels for these.
  */
 #include "vector.h"

@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from fp4convert.checkpoint.dialects.base import (
     Clues,
     Dialect,
@@ -26,11 +28,12 @@ from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.registry import DIALECTS, METHODS, dialect_named, recognise
 from fp4convert.checkpoint.dialects.tables import SCALAR_NBYTES, decode_scalar, encode_scalar
 from fp4convert.checkpoint.record import MIXED, describe_form, describe_groups, groups_recorded
-from fp4convert.checkpoint.unread import refuse_unsaid
+from fp4convert.checkpoint.unread import INPUT_FACTORS
 from fp4convert.checkpoint.whole_model import refuse_adapter
 from fp4convert.errors import Finding, InputError, shell_line
+from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s
 from fp4convert.numerics.matrices import Blocks, Span
-from fp4convert.storage.checkpoint_files import ENGINE_RECORD, PLAN_FILE, RECORD, UNFINISHED
+from fp4convert.storage.checkpoint_files import ENGINE_RECORD, PLAN_FILE, RECORD
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import REPOSITORY, open_source
 from fp4convert.storage.safetensors import TensorRef
@@ -40,11 +43,16 @@ if TYPE_CHECKING:
     from fp4convert.checkpoint.adapters.peft import Adapter
     from fp4convert.numerics.low_rank import Correction
 
-# Faults of records for engines, which leave no doubt about the weights.
-CLEAR_ENOUGH = frozenset({"record-key", "record-status", "record-strategy"})
 # Names of methods that records write in small letters.
-FOREIGN = {
+FOREIGN = {"nvfp4": "FastVideo's NVFP4"} | {
     name.lower(): name for name in ("AQLM", "AWQ", "EETQ", "GPTQ", "HQQ", "Quanto", "SpQR", "VPTQ")
+}
+
+# Makers whose codes nothing here reads, by a tensor of theirs: nunchaku 1.2, models/linear.py;
+# musubi-tuner, modules/nvfp4_optimization_utils.py.
+MAKERS = {
+    ".smooth_factor_orig": "Nunchaku's SVDQuant (svdq-fp4, svdq-int4)",
+    ".nvfp4_block_scale": "musubi-tuner's NVFP4 (kohya)",
 }
 CODED = frozenset({"U8", "I8", "U32", "I32"})  # dtypes of codes
 
@@ -125,7 +133,21 @@ class Artifact(NamedTuple):
     def correction(self, module: str) -> Correction | None:
         """Return the low-rank correction beside a module's codes, if any."""
         packed, table = self.modules[module], self.spelling.TRAITS.correction
+        if (factors := self.input_factors(module)) is not None:
+            from fp4convert.numerics.low_rank import Correction
+
+            empty = np.zeros((0, packed.shape[1]), np.float32)
+            return Correction(1 / factors, empty, np.zeros((packed.shape[0], 0), np.float32))
         return table.decode(packed.stem, packed.shape, self._read) if table else None
+
+    def input_factors(self, module: str) -> Float32s | None:
+        """Return the factors that engines multiply a module's inputs with, if any."""
+        packed = self.modules[module]
+        ref = self.tensors.get(packed.stem + INPUT_FACTORS)
+        if ref is None:
+            return None
+        stored = self.source.read_range(ref, 0, ref.nbytes)
+        return np.frombuffer(stored, FLOAT_DTYPES[ref.dtype]).astype(np.float32)
 
     def input_scale(self, module: str) -> float | None:
         """Return the input scale of a module as a multiplier, not rounded."""
@@ -165,18 +187,6 @@ class Artifact(NamedTuple):
             if name.endswith(f".{ending}")
         }
 
-    def refuse_unsound(self) -> None:
-        """Raise InputError for findings, and for tensors that are not applied."""
-        refuse_unsaid(self.tensors)
-        for finding in self.findings:
-            if finding.level == "error" and finding.code not in CLEAR_ENOUGH:
-                where = f"{finding.tensor}: " if finding.tensor else ""
-                detail = f"the artifact is not sound: {finding.code}: {where}{finding.detail}"
-                next_step = "See: fp4convert inspect."
-                if finding.code == "unfinished":
-                    next_step = UNFINISHED
-                raise InputError("unsound-artifact", detail, next_step, finding.tensor)
-
     def _read(self, name: str) -> Span:
         """Return a tensor's bytes; a missing scale is 1."""
         ref = self.tensors.get(name)
@@ -193,7 +203,10 @@ def describe_foreign(clues: Clues) -> tuple[str, str]:
     is_known = isinstance(base, str) and re.fullmatch(REPOSITORY, base)
     next_step = f"Start from the original weights{f': {base}' if is_known else ''}."
     if not isinstance(method, str) or method in (*METHODS.values(), "fp8"):
-        return "", next_step
+        endings = tuple(MAKERS)
+        sign = next((name for name in clues.tensors if name.endswith(endings)), "")
+        maker = next((words for ending, words in MAKERS.items() if sign.endswith(ending)), "")
+        return f"these are codes of {maker}" if sign else "", next_step
     name = FOREIGN.get(method.lower(), method)
     return f"this is a checkpoint of {name} (config.json)", next_step
 
@@ -223,7 +236,9 @@ def open_quantized(reference: str, access: Access | None = None) -> tuple[Source
 def read_clues(source: Source) -> Clues:
     """Read the configs and headers of a source."""
     tensors = {ref.name: ref for ref in source.checkpoint.tensors}
-    return Clues(source.checkpoint.config, read_json(source, ENGINE_RECORD), tensors)
+    frames = [shard.frame for shard in source.checkpoint.shards]
+    notes = tuple(text for frame in frames for text in frame.engine_notes.values())
+    return Clues(source.checkpoint.config, read_json(source, ENGINE_RECORD), tensors, notes)
 
 
 def is_artifact(source: Source, clues: Clues) -> bool:

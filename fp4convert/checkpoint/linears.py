@@ -18,11 +18,13 @@ from fp4convert.checkpoint.artifact import (
     read_clues,
 )
 from fp4convert.checkpoint.dialects.base import Clues
+from fp4convert.checkpoint.dialects.registry import is_mark
 from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.encodings.base import CACHE_SCALES, PACKED_DTYPE, Linear
 from fp4convert.checkpoint.encodings.floats import find_floats
 from fp4convert.checkpoint.missing_parts import Judgement, judge_names
 from fp4convert.checkpoint.record import stacks_recorded
+from fp4convert.checkpoint.soundness import refuse_unsound
 from fp4convert.checkpoint.unread import find_beside, find_unread, is_coded, refuse_unsaid
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
@@ -45,8 +47,8 @@ class Linears:
 
     of       by module
     unruled  stacks of expert matrices whose layout no recipe gives
-    idle     scales of a quantized cache of keys and values beside packed layers; only engines use
-             them
+    idle     scales of a quantized cache of keys and values beside packed layers, and marks of
+             ComfyUI; only engines use them
     vectors  weights of norms and biases that a fold, an adapter or tiles change, by name; each as a
              matrix of one row
     adapter  applied to some of them
@@ -102,7 +104,7 @@ def find_linears(source: Source, recipe: Recipe) -> Linears:
         from fp4convert.checkpoint.encodings.fp8 import Fp8
 
         artifact = read_artifact(source, source.name)
-        artifact.refuse_unsound()
+        refuse_unsound(artifact)
         others = others_of(artifact).items()
         fp8 = {module: linear for module, linear in others if isinstance(linear.coding, Fp8)}
         linears = linears_of(clues, recipe, {**fp8, **find_fp4(artifact)})
@@ -193,7 +195,7 @@ def linears_of(
         and recipe.stack_rule(ref.name, ref.shape) is None
     ]
     is_packed = any(linear.coding.is_packed for linear in of.values())
-    idle = [ref for ref in refs if is_packed and ref.name.endswith(CACHE_SCALES)]
+    idle = [ref for ref in refs if is_mark(ref) or (is_packed and ref.name.endswith(CACHE_SCALES))]
     linears = Linears(of, tuple(unruled), tuple(idle))
     _refuse_unreadable(clues, linears)
     return linears

@@ -74,10 +74,17 @@ class _Reader:
             return
         if not form.format.block_size:  # with the dtype that its scales have
             ending = traits.fp8.scales if traits.fp8 else ".weight_scale"
-            scales = self._tensors.get(stem + ending)
+            scales = self._find(stem, ending)
             if scales and scales.dtype in SCALE_DTYPES:
                 specs = self._specs(replace(form, stored_scales=scales.dtype))
         self._check(stem, shape, specs)
+
+    def _find(self, stem: str, ending: str) -> TensorRef | None:
+        """Return a module's tensor, perhaps under an older name."""
+        ref, table = self._tensors.get(stem + ending), self._dialect.TRAITS.fp8
+        if ref is None and table and ending in table.older:
+            return self._tensors.get(stem + table.older[ending])
+        return ref
 
     def _is_unread_stack(self, stem: str, packed: TensorRef) -> bool:
         """Return whether it is a stack that engines of the dialect read."""
@@ -102,7 +109,7 @@ class _Reader:
                 missing_allowed = (*missing_allowed, table.input_scale)
         is_whole, refs = True, []
         for spec in specs_of(shape):
-            ref = tensors.get(stem + spec.name)
+            ref = self._find(stem, spec.name)
             if ref is not None:
                 refs.append(ref)
             if ref is None or ref.dtype != spec.dtype or ref.shape != spec.shape:

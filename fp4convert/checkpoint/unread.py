@@ -28,8 +28,9 @@ SHARED_SCALE = re.compile(r"(?:_scale|\.(?:weight_|q)scale|[._](?:weight_|q)?sca
 GGUF_OTHERS = (".bias", ".input_max", ".input_min", ".output_max", ".output_min")
 GGUF_SCALES = (".scale", ".input_scale")  # llama.cpp reads them beside weights of any type
 # Smoothing, order of activations, offsets, low-rank parts, scales of a cache in another dialect.
+INPUT_FACTORS = ".pre_quant_scale"  # of AWQ: read beside four-bit codes
 UNSAID_ENDINGS = (
-    *(".pre_quant_scale", ".weight_g_idx", ".weight_zero_point", ".svdquant_lora_a"),
+    *(INPUT_FACTORS, ".weight_g_idx", ".weight_zero_point", ".svdquant_lora_a"),
     *(".svdquant_lora_b", ".output_scale", ".k_zero_point", ".v_zero_point"),
 )
 

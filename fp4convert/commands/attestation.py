@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.checkpoint.soundness import refuse_unsound
 from fp4convert.errors import InputError, OutputError, shell_line
 from fp4convert.options.looking import AttestOptions
 from fp4convert.process import keeping_nothing
@@ -82,5 +83,5 @@ def _open_whole(folder: Path) -> Any:
             step = f"Sign its folders: {shell_line(*words)}"
             raise InputError(error.code, error.message, step) from None
         raise
-    artifact.refuse_unsound()
+    refuse_unsound(artifact)
     return artifact

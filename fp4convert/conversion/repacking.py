@@ -30,6 +30,8 @@ from fp4convert.checkpoint.record import (
     describe_groups,
     folds_recorded,
 )
+from fp4convert.checkpoint.soundness import refuse_unsound
+from fp4convert.checkpoint.unread import INPUT_FACTORS
 from fp4convert.conversion.artifact_job import (
     CARD_LEFT,
     ENGINE_RECORDS,
@@ -136,9 +138,9 @@ def prepare_transcode(
     donor   a GGUF file, whose frame the result gets
     Raises  InputError for what cannot be said without a change, or an artifact with errors
     """
-    artifact.refuse_unsound()
+    refuse_unsound(artifact)
     _refuse_other_scales(artifact)
-    _refuse_corrections(artifact.dialect, str(options.dialect))
+    _refuse_corrections(artifact, str(options.dialect))
     check_keep_dtype(options.keep_dtype, options.dialect)
     made = _cast_to(artifact, options.format)
     target = _target_of(artifact, options, made)
@@ -269,7 +271,9 @@ def _activations(artifact: Artifact, fmt: Format, made: Format | None) -> int:
 def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Transcoding:
     """Find the form of every quantized module in the target's dialect."""
     traits = dialect_named(str(target.dialect)).TRAITS
-    unrecorded = find_fp8(artifact.clues, artifact.packed)
+    fp8 = find_fp8(artifact.clues, artifact.packed)
+    unrecorded = {module: linear for module, linear in fp8.items() if len(linear.refs) > 1}
+    unscaled = frozenset(fp8[module].home.name for module in fp8.keys() - unrecorded.keys())
     others = {**unrecorded, **others_of(artifact)}
     becoming = {module: made or one.form.format for module, one in artifact.modules.items()}
     step = "Choose one of these dialects; or dequantize the artifact, and quantize the result."
@@ -282,7 +286,7 @@ def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Tra
         form = module_form(target._replace(activations=bits), fmt.name)
         forms |= {module: form for module, own in becoming.items() if own is fmt}
     if traits.container == "gguf" and four:  # which has no place for them: they become floats
-        return Transcoding(artifact, others, forms)
+        return Transcoding(artifact, others, forms, unscaled=unscaled)
     eight = {packed.form.format for packed in artifact.others.values()}
     eight |= {one.coding.format for one in unrecorded.values() if one.coding.format}
     for module, linear in others.items():
@@ -292,7 +296,7 @@ def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Tra
         if own is None:
             raise unheld(linear, target, step, four | eight)
         forms[module] = own
-    return Transcoding(artifact, others, forms)
+    return Transcoding(artifact, others, forms, unscaled=unscaled)
 
 
 def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
@@ -314,9 +318,17 @@ def _refuse_other_scales(artifact: Artifact) -> None:
             raise scales_not_finite(str(finding.tensor), finding.detail)
 
 
-def _refuse_corrections(own: str, other: str) -> None:
-    """Raise InputError where codes are, or would be, beside corrections."""
-    for name in (own, other):
+def _refuse_corrections(artifact: Artifact, other: str) -> None:
+    """Raise InputError where codes alone are not, or would not be, the weights."""
+    factors = (one.stem + INPUT_FACTORS for one in artifact.modules.values())
+    if name := next((name for name in factors if name in artifact.tensors), None):
+        detail = (
+            f"{name} multiplies the inputs of four-bit codes (AWQ), and no dialect written here"
+        )
+        detail += " holds it; expected codes that are the weights themselves"
+        step = f"Round it anew: fp4convert quantize ARTIFACT --format nvfp4 --dialect {other}."
+        raise InputError("not-lossless", detail, step, name)
+    for name in (artifact.dialect, other):
         if dialect_named(name).TRAITS.correction:
             detail = f"dialect {name} holds low-rank corrections, and codes of what these leave"
             expected = "expected dialects whose codes are the weights themselves"

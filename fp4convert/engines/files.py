@@ -7,7 +7,7 @@ of a plan that rows ask about, quality/engine_check.py those of an artifact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,7 +112,10 @@ class Engine(NamedTuple):
     tried     a few words on the evidence
     dialects  dialects with artifacts that it loads
     presets   best first
-    serve     the command that serves a folder {output}, or a file {file} under a {name}; or ""
+    serve     the command that serves a folder {output}, or a file {file} under a {name} in one of
+              `places`; or ""
+    join      Python that writes the files of a folder as that one; or ""
+    places    folders of the engine, each with globs on tensors; the first that fits is the place
     code      lines of Python that load {output} into {auto}; or ""
     class_code  by dialect: lines of Python with a class {name}, {output} or the one {file} in it,
               and {source} for its configuration
@@ -129,6 +132,8 @@ class Engine(NamedTuple):
     dialects: frozenset[str]
     presets: tuple[Preset, ...]
     serve: str = ""
+    join: str = ""
+    places: tuple[Mapping[str, Any], ...] = ()
     code: str = ""
     class_code: Mapping[str, str] = {}
     cache: Mapping[str, str] = {}
@@ -144,6 +149,13 @@ class Engine(NamedTuple):
     def loaded_classes(self) -> LoadedClasses | None:
         """Return the models that it was given; None where nobody tried."""
         return _read_judged(self.key)
+
+    def place_of(self, names: Collection[str]) -> str:
+        """Return the folder in which the engine looks for such tensors; "" for any."""
+        from fp4convert.engines.rows import fit_any
+
+        fitting = (row["folder"] for row in self.places if fit_any(row["tensors"], names))
+        return next(fitting, "")
 
     def serving(self, cache: str | None) -> str:
         """Return the command that serves, with its options for a KV cache."""

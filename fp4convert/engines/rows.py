@@ -85,7 +85,7 @@ class Condition(NamedTuple):
     has_others   whether any of them is no expert
     is_mixed     whether modules have several formats
     findings     codes; the artifact has at least one
-    modules      globs on names; at least one quantized module fits
+    modules      globs on names; at least one quantized module fits; not_modules: none of these fits
     caches       formats of the KV cache
     files        globs on names of files of weights, of which one fits
     """
@@ -99,6 +99,7 @@ class Condition(NamedTuple):
     beside_experts: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
+    not_modules: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     activations: int | None = None
@@ -128,20 +129,22 @@ class Condition(NamedTuple):
         return (
             bool(four_bit)
             and (not self.dialects or contents.dialect in self.dialects)
-            and (not self.models or _fit_any(self.models, (contents.model,)))
-            and not _fit_any(self.not_models, (contents.model,))
-            and (not self.classes or _fit_any(self.classes, contents.classes))
-            and (not self.beside or _fit_any(self.beside, words - set(FOUR_BIT)))
-            and (not self.beside_experts or _fit_any(self.beside_experts, experts - set(FOUR_BIT)))
+            and (not self.models or fit_any(self.models, (contents.model,)))
+            and not fit_any(self.not_models, (contents.model,))
+            and (not self.classes or fit_any(self.classes, contents.classes))
+            and (not self.beside or fit_any(self.beside, words - set(FOUR_BIT)))
+            and (not self.beside_experts or fit_any(self.beside_experts, experts - set(FOUR_BIT)))
             and (not self.findings or not contents.findings.isdisjoint(self.findings))
             and all(getattr(self, name) in (None, value) for name, value in facts.items())
-            and (not self.modules or _fit_any(self.modules, contents.modules))
+            and (not self.modules or fit_any(self.modules, contents.modules))
+            and not fit_any(self.not_modules, contents.modules)
             and (not self.caches or contents.cache in self.caches)
-            and (not self.files or _fit_any(self.files, contents.files))
+            and (not self.files or fit_any(self.files, contents.files))
         )
 
 
-def _fit_any(globs: Iterable[str], names: Collection[str]) -> bool:
+def fit_any(globs: Iterable[str], names: Collection[str]) -> bool:
+    """Return whether a glob fits a name."""
     return any(any(map(_matcher(glob), names)) for glob in globs)
 
 

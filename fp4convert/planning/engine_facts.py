@@ -133,8 +133,12 @@ def serve_line(
         folder = os.path.join(os.curdir, folder)
     file = os.path.join(folder, plan.shards[0].file) if len(plan.shards) == 1 else ""
     if "{file}" in engine.serve:
-        name = shell_line(os.path.basename(folder))
-        return engine.serve.format(file=shell_line(file), name=name) if file else ""
+        place = engine.place_of([ref.name for task in plan.tasks for ref in task.outputs])
+        names = {"name": shell_line(os.path.basename(folder)), "place": place}
+        if file or not engine.join:
+            return engine.serve.format(file=shell_line(file), **names) if file else ""
+        program = engine.join.strip().format(output=json.dumps(folder), **names)
+        return f"python -c {shell_line(program)}"
     if engine.serve and is_draft_head(ref.name for ref in checkpoint.tensors):
         return DRAFT_LINE.format(engine=engine.name, folder=shell_line(folder))
     if engine.serve:

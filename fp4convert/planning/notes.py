@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp4convert.checkpoint.dialects.base import Traits
 from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR
+from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR, is_mark
 from fp4convert.checkpoint.dialects.stacks import STACK_DIMENSIONS
 from fp4convert.checkpoint.encodings.base import Linear, is_fp8
 from fp4convert.checkpoint.linears import Linears
@@ -131,7 +131,7 @@ def note_left_behind(
         for ref in (*linear.idle, *linear.refs)
         if _is_of_activations(ref.name.rpartition(".")[2]) and ref.name not in kept and not is_given
     ]
-    caches = [ref.name for ref in linears.idle if ref.name not in taken]
+    caches = [ref.name for ref in linears.idle if ref.name not in taken and not is_mark(ref)]
     hint = "; --input-scale SOURCE takes them over" if is_written else ""
     for names, what, more in ((idle, "activation scales", hint), (caches, "KV cache scales", "")):
         if names:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, whole
 from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.checkpoint.dialects.registry import COMFY_MARK, OLD_MARK, is_mark
 from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS, Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
@@ -45,7 +46,7 @@ from fp4convert.planning.notes import (
 )
 from fp4convert.planning.plan import Plan, Writing, refuse_collisions
 from fp4convert.planning.quantize_plan import kept_modules, list_left_out, refuse_other_container
-from fp4convert.planning.steps import Draft, Step, Task, refuse_forgotten
+from fp4convert.planning.steps import ENGINE_ONLY, Draft, Step, Task, refuse_forgotten
 from fp4convert.progress import are_text
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_groups
 from fp4convert.recipes.unread_modules import find_unread_modules
@@ -89,7 +90,8 @@ def plan_dequantize(
     placed = [(draft.step.refs[0].file, draft) for draft in drafts]
     tasks = _module_tasks(Writing(checkpoint, target), placed, consumed)
     warnings: list[str] = []
-    if scales := [name for name in left_out if not name.endswith(".weight_shape")]:
+    labels = (".weight_shape", COMFY_MARK, OLD_MARK)
+    if scales := [name for name in left_out if not name.endswith(labels)]:
         warnings.append(f"{len(scales)} scales are left out: ordinary weights need none")
     if wide := [spec.name for _, (spec,), *_ in drafts[: len(stacks)] if spec.dtype != stored]:
         warnings.append(
@@ -139,6 +141,7 @@ class Transcoding(NamedTuple):
     artifact    has the four-bit modules
     others      modules of eight bits and of int4
     forms       of the modules in the result; a module without one becomes floats
+    unscaled    FP8 without scales, which are values themselves and stay
     keep_dtype  of --keep-dtype; the target's may be that of the artifact
     """
 
@@ -146,6 +149,7 @@ class Transcoding(NamedTuple):
     others: Mapping[str, Linear]
     forms: Mapping[str, Form]
     keep_dtype: str | None = None
+    unscaled: frozenset[str] = frozenset()
 
     @property
     def modules(self) -> Mapping[str, Packed]:
@@ -192,9 +196,13 @@ def plan_transcode(
     consumed = {stored.home.name for stored in placed.values()} | {*idle, *unread}
     consumed |= {ref.name for _, draft in drafts for ref in draft.step.refs}
     consumed |= {ref.name for one in contents.others.values() for ref in one.idle} - caches.keys()
+    read = {ref.name for _, draft in drafts for ref in draft.step.refs}
+    marks = [ref.name for ref in checkpoint.tensors if is_mark(ref) and ref.name not in read]
+    consumed |= {*marks}
     writing = Writing(checkpoint, target, dialect)
     tasks = _module_tasks(writing, drafts, consumed, recipe, caches)
     left_out = _list_left_out(contents, placed, tasks) | dict.fromkeys(idle, UNSAID)
+    left_out |= dict.fromkeys(marks, ENGINE_ONLY)
     left_out |= {name: one.step.reason for name, one in caches.items() if not one.step.refs}
     coded = {module: packed.refs[0] for module, packed in contents.modules.items()}
     coded |= {module: linear.refs[0] for module, linear in contents.others.items()}
@@ -369,6 +377,7 @@ def refuse_other_matrices(checkpoint: Checkpoint, contents: Transcoding) -> None
     linears = (*contents.others.values(), *_expandable(checkpoint))
     known |= {ref.name for linear in linears for ref in (*linear.refs, *linear.idle)}
     tensors = {ref.name: ref for ref in checkpoint.tensors}
+    known |= {name for name, ref in tensors.items() if is_mark(ref)} | contents.unscaled
     found = [ref.name for ref in find_unread(tensors, known, contents.artifact.clues.is_recorded)]
     known |= set(found)
     fp8 = (ref.name for ref in checkpoint.tensors if ref.dtype.startswith("F8_"))

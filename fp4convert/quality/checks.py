@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Clues, schemes_of, strings
 from fp4convert.checkpoint.dialects.forms import from_layers, parents_of
@@ -21,13 +19,14 @@ from fp4convert.checkpoint.linears import find_unread_codes, judge_stored, names
 from fp4convert.checkpoint.misnamed import find_misnamed
 from fp4convert.checkpoint.missing_parts import judge_names
 from fp4convert.checkpoint.modules import UNSAID, idle_scales
+from fp4convert.checkpoint.soundness import stored_scales
 from fp4convert.checkpoint.unread import find_beside
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales
+from fp4convert.numerics.layout_detection import detect_layout
+from fp4convert.numerics.scale_layouts import LAYOUTS
 from fp4convert.progress import Phases, are_text, count_text
 from fp4convert.quality.engine_check import check_fused
-from fp4convert.quality.layout_detection import StoredScales, detect_layout
 from fp4convert.quality.scale_checks import check_scales
 from fp4convert.recipes.draft_layers import is_draft_head
 from fp4convert.recipes.patterns import configs_in, matches, sift
@@ -43,7 +42,6 @@ ALL_NBYTES, SAMPLE_NBYTES = 64 << 20, 48 << 20
 # Of a repository on the Hub: a download of seconds, whatever its size.
 REMOTE_NBYTES, REMOTE_MODULES = 16 << 20, 96
 MATRIX = 2  # dimensions
-SPREAD = 8  # modules apart are those whose layout is judged one after the other
 DRAFT_HEAD = (
     "it drafts tokens for another model, and no engine serves it alone: name it as the speculative"
     " model beside that one"
@@ -103,7 +101,7 @@ def judge(
     scale_findings, scales = check_scales(artifact, read, phases.report)
     findings += scale_findings
     # The layout by statistics, and by the source where there is one.
-    detected = detect_layout(_stored_scales(artifact, sampled), artifact.scale_layout)
+    detected = detect_layout(stored_scales(artifact, sampled), artifact.scale_layout)
     layout, differing = None, list[Finding]()
     if source is not None:
         from fp4convert.quality.source_match import match_source
@@ -178,21 +176,6 @@ def scale_nbytes(artifact: Artifact) -> dict[str, int]:
         module: packed.shape[0] * packed.shape[1] // packed.form.format.block_size
         for module, packed in artifact.modules.items()
     }
-
-
-def _stored_scales(artifact: Artifact, modules: Sequence[str]) -> Iterator[StoredScales]:
-    """Read stored block scales of modules with a scale tensor.
-
-    Neighbours come far apart, so that the first few are from everywhere.
-    """
-    layout = LAYOUTS.get(artifact.scale_layout)
-    for module in (module for first in range(SPREAD) for module in modules[first::SPREAD]):
-        if layout is None or artifact.modules[module].stem != module:
-            continue
-        q = artifact.decode(module)
-        rows, columns = q.shape
-        shape = (rows, columns // q.format.block_size)
-        yield StoredScales(np.frombuffer(arrange_scales(q, layout), np.uint8), shape, q.format)
 
 
 def _check_names(artifact: Artifact, recipe: Recipe) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import linears_stored
+from fp4convert.checkpoint.soundness import refuse_unsound
 from fp4convert.errors import Finding, InputError, named
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import is_healthy
@@ -104,7 +105,7 @@ def pair_all(
     paired = []
     for artifact in artifacts:
         with named(artifact.source.name):
-            artifact.refuse_unsound()
+            refuse_unsound(artifact)
     for artifact in artifacts:
         with named(artifact.source.name):
             paired.append(pair_with_source(artifact, source, calibration, True))

@@ -145,7 +145,8 @@ def check_scales(
     for module, scale in stored.items():
         if finding := _judge_global_scale(module, scale, traits.scalars.kind == "divisor"):
             findings.append(finding)
-    for scales in () if traits.correction else find_shared_scales(artifact, stored):
+    is_alone = traits.correction or traits.fuses_none
+    for scales in () if is_alone else find_shared_scales(artifact, stored):
         if not are_equal(scales):
             detail = f"{', '.join(scales)} have different global scales{ONLY_ONE}"
             findings.append(Finding(level, "group-scales-differ", next(iter(scales)), detail))
@@ -343,8 +344,8 @@ def _check_labels(artifact: Artifact, modules: Collection[str]) -> Iterator[Find
     for text, (module, ref, expected) in zip(stored, labelled, strict=True):
         try:
             found = parse_json_object(text, ref.name).get("format")
-        except InputError as error:
-            found = error.message
+        except InputError:
+            found = "no JSON" if text.strip(b"\0") else "nothing but zeros"
         if found != expected:
             detail = f"{ref.name} says {found!r}, and its tensors are {expected}"
             yield Finding("error", "label-differs", module, f"{detail}: ComfyUI reads the label")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -60,6 +60,7 @@ class GgufFrame:
     places: dict[str, int]
     facts: dict[str, object]
     container: ClassVar[str] = "gguf"
+    engine_notes: ClassVar[Mapping[str, str]] = {}
 
     @property
     def reads_global_scales(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, repeat, takewhile
@@ -95,6 +95,7 @@ class Frame(Protocol):
 
     container            safetensors or gguf
     reads_global_scales  engines that read such a file apply the global scales in it
+    engine_notes         the file's metadata on quantization
     alignment            the size of the file is a multiple of it
     """
 
@@ -105,6 +106,9 @@ class Frame(Protocol):
 
     @property
     def alignment(self) -> int: ...
+
+    @property
+    def engine_notes(self) -> Mapping[str, str]: ...
 
     def lay_out(
         self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]
@@ -140,6 +144,10 @@ class SafetensorsFrame:
     container: ClassVar[str] = "safetensors"
     reads_global_scales: ClassVar[bool] = True
     alignment: ClassVar[int] = 1
+
+    @property
+    def engine_notes(self) -> Mapping[str, str]:
+        return {key: self.metadata[key] for key in ENGINE_NOTES if key in self.metadata}
 
     def lay_out(
         self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]

@@ -270,7 +270,7 @@ def test_experts_with_odd_numbers_are_no_experts(number, tmp_path):
 
 @pytest.mark.parametrize(
     "ending",
-    ["pre_quant_scale", "weight_g_idx", "weight_zero_point", "svdquant_lora_a", "output_scale"],
+    ["weight_g_idx", "weight_zero_point", "svdquant_lora_a", "output_scale"],
 )
 def test_tensors_that_change_the_weights_are_never_passed_over(ending, tmp_path):
     artifact = artifact_of(tmp_path, "modelopt", "nvfp4", "a")

@@ -13,7 +13,7 @@ from checkpoints import hidden_characters, run
 from paths import ROOT
 
 from fp4convert import errors
-from fp4convert.checkpoint.artifact import CLEAR_ENOUGH
+from fp4convert.checkpoint.soundness import CLEAR_ENOUGH
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.report.text import explanations
 

@@ -36,11 +36,13 @@ class Clues(NamedTuple):
     config           config.json
     hf_quant_config  hf_quant_config.json, which some producers write beside or instead
     tensors          by name
+    notes            metadata on quantization in the headers of files
     """
 
     config: Json
     hf_quant_config: Json
     tensors: Mapping[str, TensorRef]
+    notes: tuple[str, ...] = ()
 
     @property
     def record(self) -> Json:
@@ -50,6 +52,11 @@ class Clues(NamedTuple):
                 if isinstance(declared := config.get(key), dict):
                     return declared
         return {}
+
+    @property
+    def is_bare(self) -> bool:
+        """Return whether there is no config: a single file, as ComfyUI has them."""
+        return not (self.config or self.hf_quant_config)
 
     @property
     def is_recorded(self) -> bool:
@@ -126,6 +133,7 @@ class Traits:
     nibble_order       low_first: element 2i in bits 0-3 of a byte; high_first; half_split: as GGUF
     scalars            global scale and input scale
     shares_scales      engines multiply a scale group as one matrix, with one global scale
+    fuses_none         no engine of the dialect multiplies scale groups as one matrix
     ignores_by_name    records name the modules that stay; else modules without scales stay
     holds_embeddings   engines read quantized embeddings
     highest_scale      largest byte of a block scale that engines read right, by format; any
@@ -152,6 +160,7 @@ class Traits:
     layouts: tuple[str, ...] = ("linear",)
     nibble_order: str = "low_first"
     shares_scales: bool = False
+    fuses_none: bool = False
     ignores_by_name: bool = False
     holds_embeddings: bool = False
     highest_scale: Mapping[Format, int] = field(default_factory=dict)

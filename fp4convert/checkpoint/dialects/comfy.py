@@ -14,11 +14,13 @@ Beside it or alone, with activations that ComfyUI rounds to eight bits as they c
                              4], in the order 128x4
   M.comfy_quant     U8       JSON: {"format": "float8_e4m3fn"} or {"format": "mxfp8"}
 
-The file's own metadata names the modules again under "_quantization_metadata". Rows must be a
-multiple of 16, of mxfp8 of 32. Where rows divide by 128 and blocks by 4, names, dtypes and shapes
-are modelopt's, and only comfy_quant tells them apart.
-Source: comfy-kitchen 0.2.40, tensor/nvfp4, tensor/mxfp8 and float_utils; ComfyUI, QUANTIZATION.md
-and comfy/ops.py.
+The file's own metadata names the modules again under "_quantization_metadata", or it alone does:
+{"layers": {M: {"format": "nvfp4"}}}, from which ComfyUI makes the marks.  Beside a tensor
+"scaled_fp8" it reads M.scale_weight and M.scale_input, the names of 2024.  Rows must be a multiple
+of 16, of mxfp8 of 32. Where rows divide by 128 and blocks by 4, names, dtypes and shapes are
+modelopt's; in a file that nothing marks statistics of the scales decide.
+Source: comfy-kitchen 0.2.40, tensor/nvfp4, tensor/mxfp8 and float_utils; ComfyUI, QUANTIZATION.md,
+comfy/ops.py at 0271a46, _load_quantized_module, and comfy/utils.py, convert_old_quants.
 Readers: ComfyUI.
 """
 
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from fp4convert.checkpoint.dialects.base import (
@@ -33,7 +36,7 @@ from fp4convert.checkpoint.dialects.base import (
     Traits,
     each_alone,
     ignores_none,
-    no_doubts,
+    json_object,
     nothing,
     stems_named,
     whole,
@@ -49,12 +52,14 @@ from fp4convert.checkpoint.dialects.forms import (
     everywhere,
     merge_groups,
 )
-from fp4convert.checkpoint.dialects.registry import COMFY_MARK, SUFFIXES
+from fp4convert.checkpoint.dialects.registry import COMFY_MARK, COMFY_SIGNS, OLD_MARK, SUFFIXES
 from fp4convert.checkpoint.dialects.tables import Fp8Table, Part, Read, Scalars, Table, scale_grid
-from fp4convert.numerics.formats import FP8, MXFP8, NVFP4
+from fp4convert.errors import Finding, InputError
+from fp4convert.numerics.formats import FLOAT_TYPES, FP8, MXFP8, NVFP4
 from fp4convert.numerics.matrices import Blocks, Fetched, Quantized
 from fp4convert.numerics.scale_layouts import LAYOUTS as ORDERS
 from fp4convert.numerics.scale_layouts import swap_nibbles
+from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
 
 SCALARS = Scalars(".weight_scale_2", ".input_scale")
@@ -80,9 +85,11 @@ TRAITS = Traits(
     activations=(NVFP4,),
     layouts=("128x4",),
     nibble_order="high_first",
+    fuses_none=True,
     holds_embeddings=True,
     suffixes=SUFFIXES["comfy"],
-    companions=(".input_scale",),
+    companions=(".input_scale", ".scale_input"),
+    implied=(COMFY_MARK,),
     labels=(COMFY_MARK,),
     mixes=(NVFP4, FP8, MXFP8),
     fp8=Fp8Table(
@@ -91,12 +98,13 @@ TRAITS = Traits(
         activations={"tensor": ACTIVATIONS_FP8, MXFP8_BLOCK: ACTIVATIONS_FP8},
         arrange=ORDER.arrange,
         mark=_mark,
+        older={".weight_scale": ".scale_weight"},
     ),
 )
 # For shapes alone: nibbles and scales are in orders of their own.
 TABLE = Table((".weight", "U8"), ".weight_scale", {NVFP4: "F8_E4M3"}, SCALARS, fp8=TRAITS.fp8)
 stems, slots, stored_shape = each_alone, whole, TABLE.stored_shape
-records, judge, ignores = nothing, no_doubts, ignores_none
+records, ignores = nothing, ignores_none
 
 
 def unfit(module: str, shape: tuple[int, int], form: Form) -> str | None:
@@ -165,27 +173,68 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
 
 
 def recognise(clues: Clues) -> tuple[Group, ...]:
-    """Read the forms of marked modules from the dtypes of their tensors."""
-    found = [
-        (form, [stem])
-        for stem in stems_named(clues.tensors, (COMFY_MARK,))
-        if (form := _form(stem, clues.tensors))
-    ]
+    """Read the forms of modules from the dtypes of their tensors.
+
+    They are marked, or named in a header; in a bare file names of tensors suffice.
+    """
+    stems = _marked(clues) | (_coded(clues) if clues.is_bare else set())
+    found = [(form, [stem]) for stem in sorted(stems) if (form := _form(stem, clues.tensors))]
     nvfp4 = {form for form, _ in found if form.format is NVFP4}
     if len(nvfp4) > 1:  # with input scales that not every module has
         plain = {form: replace(form, activations=16) for form in nvfp4}
         found = [(plain.get(form, form), own) for form, own in found]
     forms = {form for form, _ in found}
-    return everywhere(found[0][0]) if len(forms) == 1 else merge_groups(found)
+    is_one = len(forms) == 1 and not nvfp4.isdisjoint(forms)  # FP8 without a scale is a float
+    return everywhere(found[0][0]) if is_one else merge_groups(found)
+
+
+def judge(clues: Clues) -> Iterator[Finding]:
+    """Find modules that ComfyUI takes for ordinary ones, and the reverse."""
+    marked, coded = _marked(clues), _coded(clues)
+    if bare := sorted(coded - marked):
+        detail = (
+            f"{len(bare)} modules have codes and scales, and no {COMFY_MARK} and no header marks"
+        )
+        detail += " them: ComfyUI takes codes for weights. Mark them: transcode --dialect comfy"
+        yield Finding("error", "unmarked", bare[0], detail)
+    stored = {stem: clues.tensors.get(f"{stem}.weight") for stem in marked - coded}
+    plain = sorted(stem for stem, ref in stored.items() if ref and ref.dtype in FLOAT_TYPES)
+    if plain:
+        detail = f"{len(plain)} modules are marked as quantized and hold ordinary weights, without"
+        detail += " the scales that ComfyUI asks for. Strip the marks: transcode --dialect comfy"
+        yield Finding("error", "marked-plain", plain[0], detail)
+
+
+def _marked(clues: Clues) -> set[str]:
+    """List the modules that ComfyUI takes for quantized."""
+    stems = {*stems_named(clues.tensors, (COMFY_MARK,))}
+    if any(name.rpartition(".")[2] == OLD_MARK for name in clues.tensors):
+        stems |= {*stems_named(clues.tensors, (".scale_weight",))}
+    for text in clues.notes:
+        with suppress(InputError):
+            stems |= json_object(parse_json_object(text.encode(), "header").get("layers")).keys()
+    return stems
+
+
+def _coded(clues: Clues) -> set[str]:
+    """List the modules with codes of four or eight bits, and scales."""
+    tensors = clues.tensors
+    return {
+        stem
+        for stem in stems_named(tensors, COMFY_SIGNS[1:])
+        if (ref := tensors.get(f"{stem}.weight")) and ref.dtype in ("U8", "F8_E4M3")
+    }
 
 
 def _form(stem: str, tensors: Mapping[str, TensorRef]) -> Form | None:
-    """Return the form of a marked module; None for types that are not read."""
-    weight, scales = tensors.get(f"{stem}.weight"), tensors.get(f"{stem}.weight_scale")
+    """Return the form of a module; None for types that are not read."""
+    weight = tensors.get(f"{stem}.weight")
+    scales = tensors.get(f"{stem}.weight_scale", tensors.get(f"{stem}.scale_weight"))
     if f"{stem}.weight_scale_2" in tensors:
         has_input = f"{stem}.input_scale" in tensors
         return Form(NVFP4, ACTIVATIONS_FP4 if has_input else 16, "128x4")
     if weight is None or scales is None or weight.dtype != "F8_E4M3":
         return None
-    eight_bits = MXFP8_FORM if scales.dtype == "U8" else Form(FP8, granularity="tensor")
+    granularity = "tensor" if scales.elements == 1 else "row"
+    eight_bits = MXFP8_FORM if scales.dtype == "U8" else Form(FP8, granularity=granularity)
     return replace(eight_bits, activations=ACTIVATIONS_FP8, scale_layout="128x4")

@@ -42,6 +42,8 @@ METHODS = {  # quant_method in the record of an engine
 }
 MLX_KEYS = ("quantization", "quantization_config")  # of config.json; mlx-lm reads the first
 COMFY_MARK = ".comfy_quant"  # ends the tensor that names a module's format for ComfyUI
+OLD_MARK = "scaled_fp8"  # of a file or a part whose FP8 scales have ComfyUI's names of 2024
+COMFY_SIGNS = (COMFY_MARK, ".weight_scale", ".weight_scale_2", ".scale_weight")
 SUFFIXES = {  # endings of a quantized module's tensors, which no unquantized checkpoint has
     "compressed-tensors": (".weight_packed", ".weight_scale", ".weight_global_scale"),
     "modelopt": (".weight_scale", ".weight_scale_2"),
@@ -96,13 +98,19 @@ def recognise(clues: Clues) -> Iterator[tuple[str, tuple[Group, ...]]]:
         suspects.add("modelopt")
     if "quantization" in clues.config or "mode" in record:
         suspects.add("mlx")
-    if any(name.endswith(COMFY_MARK) for name in tensors):
+    signs = COMFY_SIGNS if clues.is_bare else (COMFY_MARK,)
+    if clues.notes or any(name.endswith(signs) for name in tensors):
         suspects.add("comfy")
     if any(ref.dtype in GGUF_TYPES for ref in tensors.values()):
         suspects.add("gguf")
     for name in DIALECTS:
         if name in suspects and (groups := dialect_named(name).recognise(clues)):
             yield name, groups
+
+
+def is_mark(ref: TensorRef) -> bool:
+    """Return whether a tensor only says for ComfyUI how others are stored."""
+    return ref.name.endswith(COMFY_MARK) or ref.name.rpartition(".")[2] == OLD_MARK
 
 
 def is_quantized_tensor(ref: TensorRef) -> bool:

@@ -150,6 +150,7 @@ class Fp8Table:
     scales       ending of the scales' name
     arrange      puts scales of (rows, columns) blocks in the order in which they are stored
     mark         name's ending and bytes of a tensor that names a module's format for engines
+    older        other endings of names that are read, by today's
     """
 
     made: Granularity
@@ -161,6 +162,7 @@ class Fp8Table:
     scales: str = ".weight_scale"
     arrange: Callable[[memoryview, tuple[int, int]], memoryview] | None = None
     mark: Callable[[Form], tuple[str, bytes]] | None = None
+    older: Mapping[str, str] = field(default_factory=dict)
 
     def has_input_scale(self, form: Form) -> bool:
         """Return whether such a matrix has a static scale of activations."""

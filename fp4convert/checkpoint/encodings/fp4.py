@@ -13,6 +13,8 @@ from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.target_forms import module_form
 from fp4convert.checkpoint.encodings.base import Coding, CodingDefaults, Linear
 from fp4convert.checkpoint.encodings.corrected import Corrected
+from fp4convert.checkpoint.encodings.smoothed import Smoothed, check_factors
+from fp4convert.checkpoint.unread import INPUT_FACTORS
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import Float32s, as_matrix
 from fp4convert.numerics.formats import FLOAT_TYPES, Format
@@ -74,5 +76,9 @@ def find_fp4(artifact: Artifact) -> Mapping[str, Linear]:
         coding: Coding = FourBit(artifact, packed.form.format)
         if packed.form.rank is not None:
             coding = Corrected(artifact, packed.form.rank)
-        found[module] = Linear(module, packed.shape, coding, packed.refs, idle, stack, share)
+        refs = packed.refs
+        if factors := artifact.tensors.get(packed.stem + INPUT_FACTORS):
+            check_factors(factors, packed.shape[1])
+            coding, refs = Smoothed(coding, artifact), (*refs, factors)
+        found[module] = Linear(module, packed.shape, coding, refs, idle, stack, share)
     return found

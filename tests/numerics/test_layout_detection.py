@@ -17,19 +17,18 @@ import pytest
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from fp4convert.numerics import codec
+from fp4convert.numerics import codec, layout_detection
 from fp4convert.numerics.backends.cpu import CELL_WIDTHS, PERIODS
 from fp4convert.numerics.codec import Bytes
 from fp4convert.numerics.formats import FP4_FORMATS, MXFP4, NVFP4, Format
-from fp4convert.numerics.scale_layouts import LAYOUTS
-from fp4convert.quality import layout_detection
-from fp4convert.quality.layout_detection import (
+from fp4convert.numerics.layout_detection import (
     AGREEMENT,
     CONTRADICTION,
     StoredScales,
     detect_layout,
     evidence,
 )
+from fp4convert.numerics.scale_layouts import LAYOUTS
 
 Floats = NDArray[np.float64]
 Shape = tuple[int, int]
