@@ -329,7 +329,7 @@ def _read_identity(
     if foreign:
         detail = f"{reference}: {foreign}; expected an artifact of {', '.join(DIALECTS)}"
         raise InputError("not-an-artifact", detail, start)
-    refuse_adapter(source)
+    refuse_adapter(source, reference)
     if source.has_file(RECORD):
         raise _no_record_of_ours(reference)
     detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}"

@@ -30,11 +30,11 @@ def open_model(reference: str, access: Access) -> Source:
 def refuse_no_model(source: Source, reference: str) -> None:
     """Raise InputError for a shard, an adapter, and names of no model's class."""
     refuse_one_shard(source, reference)
-    refuse_adapter(source)
+    refuse_adapter(source, reference)
     refuse_misnamed(source, reference)
 
 
-def refuse_adapter(source: Source) -> None:
+def refuse_adapter(source: Source, reference: str) -> None:
     """Raise InputError for an adapter, which no engine loads by itself.
 
     A model that has low-rank factors beside its weights is none.
@@ -50,8 +50,8 @@ def refuse_adapter(source: Source) -> None:
     is_known = isinstance(base, str) and base != ""
     detail = f"{source.name} is a LoRA adapter{f' of {base}' if is_known else ''}: {factors} of its"
     detail = f"{detail} {are_text(len(names), 'tensor')} low-rank factors; expected a whole model"
-    named = source.checkpoint.repo or source.name
-    words = ("quantize", str(base) if is_known else "BASE", "--format", "nvfp4", "--lora", named)
+    words = ("quantize", str(base) if is_known else "BASE", "--format", "nvfp4", "--lora")
+    words = (*words, reference)
     next_step = f"Give its base model, and merge it on the way: {shell_line('fp4convert', *words)}"
     raise InputError("adapter", detail, next_step)
 

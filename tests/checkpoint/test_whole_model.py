@@ -29,7 +29,7 @@ def test_an_adapter_is_refused_by_its_base_models_name(names, tmp_path):
     error = error_of(source, tmp_path)
     assert error["code"] == "adapter"
     assert "is a LoRA adapter of meta-llama/Llama-3.1-8B" in error["message"]
-    command = "fp4convert quantize meta-llama/Llama-3.1-8B --format nvfp4 --lora lora"
+    command = f"fp4convert quantize meta-llama/Llama-3.1-8B --format nvfp4 --lora {source}"
     assert error["next"] == f"Give its base model, and merge it on the way: {command}"
     single = error_of(source / "adapter_model.safetensors", tmp_path)
     assert (single["code"], "its base model" in single["next"]) == ("adapter", True)

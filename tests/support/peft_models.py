@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiny_models import SHAPE, make_llama, make_qwen2
+from tiny_models import SHAPE, make_llama, make_qwen2, make_qwen3_moe
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -58,6 +58,15 @@ CASES = {
         {"r": 4, "target_modules": ["o_proj"], "modules_to_save": ["lm_head", "norm"]},
     ),
     "biases": Case(make_qwen2, {"r": 4, "lora_bias": True, "target_modules": ["q_proj", "v_proj"]}),
+    "experts": Case(
+        make_qwen3_moe,
+        {
+            "r": 4,
+            "lora_alpha": 6,
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+    ),
     "gpt2": Case(
         make_gpt2, {"r": 4, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
     ),

@@ -7,13 +7,15 @@ weights are decoded, and the sum stays float32 until it is rounded to four bits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
-from fp4convert.checkpoint.adapters.peft import Adapter, LoraPair
+from fp4convert.checkpoint.adapters.other_layouts import ENCODERS, KOHYA
+from fp4convert.checkpoint.adapters.pairs import LoraPair
+from fp4convert.checkpoint.adapters.peft import Adapter
 from fp4convert.checkpoint.encodings.base import ChangedCoding, Coding, Linear
 from fp4convert.checkpoint.encodings.floats import as_row
 from fp4convert.checkpoint.linears import Linears
@@ -24,9 +26,11 @@ from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.low_rank import Directions, directions_of
 from fp4convert.numerics.matrices import Matrix, RowReader, Weights
 from fp4convert.recipes.patterns import configs_in
+from fp4convert.recipes.recipe import model_recipe
+from fp4convert.recipes.rules import StackRule
 from fp4convert.storage.source import Checkpoint, Source
 
-BIAS = ".bias"
+BIAS, BASE_LAYER = ".bias", ".base_layer"
 HEADS = ("lm_head", "embed_out", "output")  # last parts of the names of output layers
 TABLES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings")
 MOST_NEAR = 5000  # modules: among more a search takes too long
@@ -141,8 +145,11 @@ class _Merger:
     def __init__(self, linears: Linears, adapter: Adapter, checkpoint: Checkpoint) -> None:
         self._linears, self._adapter, self._config = linears, adapter, checkpoint.config
         self._refs = {ref.name: ref for ref in checkpoint.tensors}
+        self._flat = _flat_names(linears.of) if any(map(_is_flat, adapter.pairs)) else {}
+        self._lacking: list[str] = []
         known = [*linears.of, *(name.rpartition(".")[0] for name in self._refs)]
-        named = [*adapter.pairs, *(name.rpartition(".")[0] for name in adapter.tensors)]
+        named = [name for name in adapter.pairs if not name.startswith((*KOHYA, *ENCODERS))]
+        named += (name.rpartition(".")[0] for name in adapter.tensors)
         self._old, self._new = _find_prefixes(named, dict.fromkeys(known), adapter)
 
     def merged(self) -> Linears:
@@ -160,24 +167,72 @@ class _Merger:
                 flat = Whole(values.reshape(1, -1))
                 vectors[linear.name] = linear._replace(coding=MergedCoding(linear.coding, flat))
         for module, pair in self._adapter.pairs.items():
-            here = self._name(module)
-            self._refuse_tied(here, pair.is_embedding)
-            if here not in of:
-                raise self._unmatched(module)
-            linear = of[here]
-            change = self._low_rank(module, pair, linear.shape)
-            of[here] = linear._replace(coding=MergedCoding(linear.coding, change))
+            for here, change in self._changes(module, pair):
+                linear = of[here]
+                of[here] = linear._replace(coding=MergedCoding(linear.coding, change))
         for module, values in self._adapter.biases.items():
             linear = self._vector(self._name(module) + BIAS, module + BIAS, values.shape)
             added = MergedCoding(linear.coding, Added(values.reshape(1, -1)))
             vectors[linear.name] = linear._replace(coding=added)
-        renamed = self._old, self._new
-        return replace(
-            self._linears, of=of, vectors=vectors, adapter=self._adapter, renamed=renamed
-        )
+        renamed, notes = (self._old, self._new), self._linears.notes
+        if self._lacking and len(self._lacking) == len(self._adapter.pairs):
+            raise self._unmatched(self._lacking[0])
+        if self._lacking:
+            note = (
+                f"{len(self._lacking)} pairs of the adapter, the first {self._lacking[0]}, are for"
+            )
+            notes = (*notes, f"{note} text encoders that are not here: merge it with them, too")
+        done = replace(self._linears, of=of, vectors=vectors, adapter=self._adapter)
+        return replace(done, renamed=renamed, notes=notes)
+
+    def _changes(self, module: str, pair: LoraPair) -> Iterator[tuple[str, LowRank]]:
+        """Yield the modules that a pair changes, and their changes."""
+        here, of = self._name(module), self._linears.of
+        self._refuse_tied(here, pair.is_embedding)
+        if here in of and pair.experts == 1:
+            yield here, self._low_rank(module, pair, of[here].shape)
+        elif self._adapter.parameters:
+            yield from self._of_experts(module, here.replace(BASE_LAYER, ""), pair)
+        elif module.startswith(ENCODERS):
+            self._lacking.append(module)
+        else:
+            raise self._unmatched(module)
+
+    def _of_experts(
+        self, module: str, parent: str, pair: LoraPair
+    ) -> Iterator[tuple[str, LowRank]]:
+        """Yield the experts of a parameter, as PEFT's ParamWrapper computes them.
+
+        Of several parameters of one module the factors do not name theirs: sizes decide.
+        """
+        recipe, rank, fitting = model_recipe(self._config), len(pair.a) // pair.experts, []
+        for parameter in dict.fromkeys(self._adapter.parameters):
+            tensor = f"{parent}.{parameter}"
+            rule = recipe.stack_rule(tensor) or _usual_rule(parameter)
+            names = [
+                [rule.module(tensor, expert, member) for member in rule.members]
+                for expert in range(pair.experts)
+            ]
+            linears = [self._linears.of.get(name) for row in names for name in row]
+            rows = len(pair.b) // len(rule.members)
+            if {one and one.shape for one in linears} == {(rows, pair.a.shape[1])}:
+                fitting.append((rule, names, rows))
+        if len(fitting) != 1:
+            raise self._unmatched(module)
+        rule, names, rows = fitting[0]
+        for expert, row in enumerate(names):
+            right = np.ascontiguousarray(pair.a[expert * rank : (expert + 1) * rank])
+            for number, name in enumerate(row):
+                part = slice(number * rows, (number + 1) * rows)
+                if rule.is_interleaved:
+                    part = slice(number, None, len(row))
+                left = np.ascontiguousarray(pair.b[part, expert :: pair.experts])
+                yield name, LowRank(left, right, pair.scaling, is_rounded_first=True)
 
     def _name(self, module: str) -> str:
         """Return the model's name for a module of the adapter."""
+        if module in self._flat:
+            return self._flat[module]
         if module in self._linears.of or not module.startswith(self._old):
             return module
         return self._new + module.removeprefix(self._old)
@@ -197,7 +252,7 @@ class _Merger:
         self._check_shape(module, turned if is_turned else straight, shape)
         left, right = (pair.a.T, pair.b.T) if is_turned else (pair.b, pair.a)
         factors = np.ascontiguousarray(left), np.ascontiguousarray(right)
-        return LowRank(*factors, pair.scaling, pair.is_embedding)
+        return LowRank(*factors, pair.scaling, pair.is_embedding or pair.is_rounded_first)
 
     def _check_shape(self, name: str, found: Shape, expected: Shape) -> None:
         if found != expected:
@@ -232,6 +287,28 @@ class _Merger:
             detail = f"{self._adapter.name}: {module} is one matrix with {other}, {why}"
             step = "Give both a tensor of their own, with tie_word_embeddings false, and try again."
             raise InputError("adapter-tied", detail, step, module)
+
+
+def _is_flat(module: str) -> bool:
+    """Return whether a name of kohya has _ in place of dots."""
+    return module.startswith(tuple(KOHYA))
+
+
+def _flat_names(modules: Iterable[str]) -> dict[str, str]:
+    """Return the modules of a model by kohya's names."""
+    return {
+        kohya + module.removeprefix(place).replace(".", "_"): module
+        for module in modules
+        for kohya, places in KOHYA.items()
+        for place in places
+        if module.startswith(place)
+    }
+
+
+def _usual_rule(parameter: str) -> StackRule:
+    """Return the rule of stacks as transformers 5 joins experts."""
+    members = ("gate_proj", "up_proj") if parameter == "gate_up_proj" else (parameter,)
+    return StackRule((), members, is_transposed=False, is_interleaved=False)
 
 
 def _find_prefixes(

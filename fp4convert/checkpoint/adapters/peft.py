@@ -17,19 +17,20 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import cast
 
 import numpy as np
 
-from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
+from fp4convert.checkpoint.adapters.other_layouts import MLX_WEIGHTS, read_mlx, read_single
+from fp4convert.checkpoint.adapters.pairs import ALONE, LoraPair, Scalings, make_pair
+from fp4convert.checkpoint.dialects.base import strings
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s
-from fp4convert.recipes.patterns import matches
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import open_source, read_reference
-from fp4convert.storage.safetensors import read_header
+from fp4convert.storage.safetensors import SafetensorsFrame, read_header
 from fp4convert.storage.source import Access, Source, read_whole, stopping
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -39,8 +40,6 @@ LORA_NAMES = re.compile(
     r"(.+)\.(?:lora_(?P<layer>[AB])\.weight|lora_embedding_(?P<table>[AB])|lora_B\.(?P<bias>bias))"
 )
 ODD = re.compile(r"\.(lora_\w+|token_adapter|trainable_tokens\w*)\b")  # of other kinds
-DEFAULT = 8  # rank and alpha
-ALONE = "Merge it with PEFT (merge_and_unload, save_pretrained) and quantize the result."
 # Keys of adapter_config.json that change no merged weight, or repeat facts of the tensors.
 SILENT = frozenset(
     {
@@ -54,7 +53,7 @@ SILENT = frozenset(
 TAKEN = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
-        *("fan_in_fan_out", "lora_bias", "init_lora_weights"),
+        *("fan_in_fan_out", "lora_bias", "init_lora_weights", "target_parameters"),
     }
 )
 # Meanings of other keys.
@@ -63,7 +62,6 @@ KINDS = {
     "use_qalora": "QALoRA, which pools the inputs",
     "alora_invocation_tokens": "aLoRA, which acts after certain tokens alone",
     "layer_replication": "layers that stand several times",
-    "target_parameters": "LoRA of parameters, whose pairs do not name theirs",
     "trainable_token_indices": "single rows of an embedding",
     "use_bdlora": "block-diagonal LoRA",
     "arrow_config": "Arrow, which chooses among adapters",
@@ -74,18 +72,6 @@ KINDS = {
 }
 # Ways to begin a training that do not change the base model.
 BEGINNINGS = ("true", "false", "gaussian", "orthogonal", "eva")
-
-
-class LoraPair(NamedTuple):
-    """Low-rank factors of one module; the change is scaling * B A.
-
-    is_embedding  the change is transposed, and rounded to the weight's dtype before it is added
-    """
-
-    a: Float32s
-    b: Float32s
-    scaling: float
-    is_embedding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +87,7 @@ class Adapter:
     biases          to add to the model's, by module
     tensors         to replace the model's, by name
     is_transposed   fan_in_fan_out: matrices are stored as (in, out)
+    parameters      last names of target_parameters
     """
 
     name: str
@@ -113,6 +100,7 @@ class Adapter:
     biases: Mapping[str, Float32s] = field(repr=False)
     tensors: Mapping[str, Float32s] = field(repr=False)
     is_transposed: bool = False
+    parameters: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -144,13 +132,22 @@ def open_adapter(reference: str, scale: float, access: Access) -> Adapter:
     own = Access(place.revision, place.subfolder, access.token, tell=access.tell)
     source = open_source(place.reference, own, may_lack=True)
     with stopping(source):
-        config, weights = _read_files(source, reference)
-    settings = parse_json_object(config, f"{source.name}/{CONFIG}", has_constants=True)
-    _refuse_kinds(settings, source.name)
-    tensors = dict(_read_tensors(weights, f"{source.name}/{WEIGHTS}"))
-    scalings = _Scalings(settings, scale, f"{source.name}/{CONFIG}")
-    files = {CONFIG: config, WEIGHTS: weights}
-    base, checkpoint = settings.get("base_model_name_or_path"), source.checkpoint
+        files = _read_files(source, reference)
+    config, checkpoint = files.get(CONFIG), source.checkpoint
+    settings = parse_json_object(config, f"{source.name}/{CONFIG}", True) if config else {}
+    weights = next(file for file in files if file != CONFIG)
+    tensors, notes = _read_tensors(files[weights], f"{source.name}/{weights}")
+    biases: dict[str, Float32s] = {}
+    whole: dict[str, Float32s] = {}
+    if not config:
+        pairs = read_single(source.name, tensors, notes, scale)
+    elif weights == MLX_WEIGHTS:
+        pairs, whole = read_mlx(source.name, tensors, settings, scale)
+    else:
+        _refuse_kinds(settings, source.name)
+        scalings = Scalings(settings, scale, f"{source.name}/{CONFIG}")
+        pairs, biases, whole = _sort(source.name, tensors, scalings)
+    base, aimed = settings.get("base_model_name_or_path"), settings.get("target_parameters")
     return Adapter(
         source.name,
         checkpoint.repo,
@@ -158,8 +155,11 @@ def open_adapter(reference: str, scale: float, access: Access) -> Adapter:
         base if isinstance(base, str) and base else None,
         scale,
         {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
-        *_sort(source.name, tensors, scalings),
+        pairs,
+        biases,
+        whole,
         is_transposed=bool(settings.get("fan_in_fan_out")),
+        parameters=tuple(name.rpartition(".")[2] for name in strings(aimed)),
     )
 
 
@@ -177,18 +177,23 @@ def open_recorded(reference: str, record: Mapping[str, object], access: Access) 
     return adapter
 
 
-def _read_files(source: Source, reference: str) -> tuple[bytes, bytes]:
-    """Read the two files of an adapter."""
-    for file in (CONFIG, WEIGHTS):
-        if source.has_file(file):
-            continue
-        if file == WEIGHTS and source.has_file(PICKLE):
-            detail = f"{reference} has its weights in {PICKLE}, which runs code when it is loaded"
-            step = "Load it with PEFT in a sandbox, and save it again: save_pretrained."
-            raise InputError("pickle", f"{detail}; expected {WEIGHTS}", step)
-        detail = f"{reference} has no {file}; expected an adapter as PEFT saves it"
-        raise InputError("adapter-files", detail)
-    return read_whole(source, CONFIG), read_whole(source, WEIGHTS)
+def _read_files(source: Source, reference: str) -> dict[str, bytes]:
+    """Read the config of an adapter, if it has one, and its weights."""
+    found = [file for file in (WEIGHTS, MLX_WEIGHTS) if source.has_file(file)]
+    has_config = source.has_file(CONFIG)
+    if not found and source.has_file(PICKLE):
+        detail = f"{reference} has its weights in {PICKLE}, which runs code when it is loaded"
+        step = "Load it with PEFT in a sandbox, and save it again: save_pretrained."
+        raise InputError("pickle", f"{detail}; expected {WEIGHTS}", step)
+    if not has_config:
+        found = [shard.file for shard in source.checkpoint.shards]
+    if len(found) != 1 or (found == [WEIGHTS] and not has_config):
+        named = f"the files {', '.join(found)}" if found else "no weights"
+        detail = f"{reference} has {named}, and {'a' if has_config else 'no'} {CONFIG}; expected it"
+        detail += f" with {WEIGHTS} (PEFT) or {MLX_WEIGHTS} (mlx-lm), or one file of kohya,"
+        detail += " Diffusers or ComfyUI"
+        raise InputError("adapter-files", detail, "Name the adapter's folder, or its one file.")
+    return {file: read_whole(source, file) for file in (*has_config * [CONFIG], *found)}
 
 
 def _refuse_kinds(settings: Mapping[str, object], name: str) -> None:
@@ -209,8 +214,12 @@ def _refuse_kinds(settings: Mapping[str, object], name: str) -> None:
             raise InputError("adapter-kind", detail, ALONE)
 
 
-def _read_tensors(data: bytes, where: str) -> Iterator[tuple[str, Float32s]]:
-    """Yield the tensors of a safetensors file as float32, without prefixes."""
+def _read_tensors(data: bytes, where: str) -> tuple[dict[str, Float32s], Mapping[str, str]]:
+    """Return the tensors of a safetensors file as float32, and its metadata.
+
+    Names have no prefixes of PEFT.
+    """
+    found: dict[str, Float32s] = {}
     header = read_header(where, len(data), lambda start, count: data[start : start + count])
     for ref in header.tensors:
         if ref.dtype not in FLOAT_DTYPES:
@@ -222,11 +231,12 @@ def _read_tensors(data: bytes, where: str) -> Iterator[tuple[str, Float32s]]:
             detail = f"{where}: {ref.name} has NaN or Inf; expected finite numbers"
             raise InputError("adapter-tensors", detail, tensor=ref.name)
         prefix = next((each for each in PREFIXES if ref.name.startswith(each)), "")
-        yield ref.name.removeprefix(prefix), values
+        found[ref.name.removeprefix(prefix)] = values
+    return found, cast(SafetensorsFrame, header.frame).metadata
 
 
 def _sort(
-    adapter: str, tensors: Mapping[str, Float32s], scalings: _Scalings
+    adapter: str, tensors: Mapping[str, Float32s], scalings: Scalings
 ) -> tuple[dict[str, LoraPair], dict[str, Float32s], dict[str, Float32s]]:
     """Sort tensors into pairs, biases and whole tensors."""
     sides: dict[str, dict[str, Float32s]] = {}
@@ -249,66 +259,12 @@ def _sort(
     for module in biases.keys() - sides.keys():
         detail = f"{adapter}: {module} has a bias of lora_B and no factors; expected both"
         raise InputError("adapter-tensors", detail, tensor=module)
-    pairs = {module: _pair(adapter, module, both, scalings) for module, both in sides.items()}
+    is_of_experts = bool(scalings.settings.get("target_parameters"))
+    pairs = {}
+    for module, both in sides.items():
+        pair = make_pair(adapter, module, both, scalings.rank_of(module), is_of_experts)
+        pairs[module] = pair._replace(scaling=scalings.of(module))
     added = {
         module: values * np.float32(pairs[module].scaling) for module, values in biases.items()
     }
     return pairs, added, whole
-
-
-def _pair(name: str, module: str, sides: Mapping[str, Float32s], scalings: _Scalings) -> LoraPair:
-    """Make a pair of its two sides; InputError where they do not fit."""
-    is_embedding = sides.keys() == {"embedding_A", "embedding_B"}
-    shapes = ", ".join(f"{side} {list(values.shape)}" for side, values in sorted(sides.items()))
-    if sides.keys() != {"A", "B"} and not is_embedding:
-        detail = f"{name}: {module} has {shapes}; expected lora_A and lora_B"
-        raise InputError("adapter-tensors", detail, tensor=module)
-    a, b = (values for _, values in sorted(sides.items()))
-    if a.ndim != MATRIX_DIMENSIONS and a.ndim == b.ndim:
-        detail = f"{name}: {module} has {shapes}, factors of a convolution; expected matrices"
-        raise InputError("adapter-kind", detail, ALONE, module)
-    rank = scalings.rank_of(module)
-    if (a.ndim, b.ndim) != (MATRIX_DIMENSIONS,) * 2 or not len(a) == b.shape[1] == rank:
-        detail = f"{name}: {module} has {shapes}; expected A [{rank}, columns], B [rows, {rank}]"
-        detail += f", for {CONFIG} says that its rank is {rank}"
-        raise InputError("adapter-tensors", detail, tensor=module)
-    return LoraPair(a, b, scalings.of(module), is_embedding)
-
-
-class _Scalings(NamedTuple):
-    """Finds ranks and scalings by adapter_config.json, as PEFT does.
-
-    Of patterns, the first that fits the end of a module's name counts.
-    """
-
-    settings: Mapping[str, Any]
-    scale: float
-    where: str
-
-    def rank_of(self, module: str) -> int:
-        rank = self._find("rank_pattern", "r", module)
-        if type(rank) is not int or rank < 1:
-            detail = f"{self.where}: the rank of {module} is {rank!r}; expected a whole number"
-            raise InputError("adapter-tensors", detail, tensor=module)
-        return rank
-
-    def of(self, module: str) -> float:
-        """Return the scaling of a module, times that of the command line."""
-        alpha = self._find("alpha_pattern", "lora_alpha", module)
-        if type(alpha) not in (int, float) or not math.isfinite(alpha):
-            detail = f"{self.where}: lora_alpha of {module} is {alpha!r}; expected a number"
-            raise InputError("adapter-tensors", detail, tensor=module)
-        rank = self.rank_of(module)
-        own = alpha / math.sqrt(rank) if self.settings.get("use_rslora") else alpha / rank
-        return float(own * self.scale)
-
-    def _find(self, patterns: str, default: str, module: str) -> Any:
-        declared = self.settings.get(patterns) or {}
-        if not isinstance(declared, dict):
-            detail = f"{self.where}: {patterns} is {str(declared)[:100]!r}"
-            expected = "expected numbers by patterns of modules"
-            raise InputError("adapter-tensors", f"{detail}; {expected}")
-        for pattern, value in declared.items():
-            if matches(rf"re:(.*\.)?({pattern})$", module):
-                return value
-        return self.settings.get(default, DEFAULT)
