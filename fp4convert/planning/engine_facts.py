@@ -134,11 +134,11 @@ def serve_line(
     file = os.path.join(folder, plan.shards[0].file) if len(plan.shards) == 1 else ""
     if "{file}" in engine.serve:
         place = engine.place_of([ref.name for task in plan.tasks for ref in task.outputs])
-        names = {"name": shell_line(os.path.basename(folder)), "place": place}
-        if file or not engine.join:
-            return engine.serve.format(file=shell_line(file), **names) if file else ""
-        program = engine.join.strip().format(output=json.dumps(folder), **names)
-        return f"python -c {shell_line(program)}"
+        name, made = os.path.basename(folder), json.dumps(folder)
+        if file:
+            return engine.serve.format(file=shell_line(file), name=shell_line(name), place=place)
+        program = engine.join.format(output=made, name=json.dumps(name)[1:-1], place=place)
+        return f"python -c {shell_line(program)}" if program else ""
     if engine.serve and is_draft_head(ref.name for ref in checkpoint.tensors):
         return DRAFT_LINE.format(engine=engine.name, folder=shell_line(folder))
     if engine.serve:
