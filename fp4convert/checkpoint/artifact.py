@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from fp4convert.checkpoint.unread import INPUT_FACTORS
 from fp4convert.checkpoint.whole_model import refuse_adapter
 from fp4convert.errors import Finding, InputError, shell_line
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s
+from fp4convert.numerics.fp8_int import FP8_DTYPES
 from fp4convert.numerics.matrices import Blocks, Span
 from fp4convert.storage.checkpoint_files import ENGINE_RECORD, PLAN_FILE, RECORD
 from fp4convert.storage.json_text import parse_json_object
@@ -334,6 +336,10 @@ def _read_identity(
         raise _no_record_of_ours(reference)
     detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}"
     detail = f"{detail}, no record or names of {', '.join(DIALECTS)}"
+    if eights := Counter(ref.dtype for ref in clues.tensors.values() if ref.dtype in FP8_DTYPES):
+        words = " and ".join(f"{count} tensors of {dtype}" for dtype, count in eights.items())
+        detail = f"{reference} holds {words}, and no record or mark describes them for an engine;"
+        detail = f"{detail} quantize and dequantize read FP8 by the names of its scales"
     next_step = f"Quantize it: {quantize}"
     raise InputError("not-an-artifact", detail, next_step)
 

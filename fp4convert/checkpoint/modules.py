@@ -99,12 +99,14 @@ class _Reader:
         traits, tensors, (form, specs_of) = self._dialect.TRAITS, self._tensors, specs
         missing_allowed = traits.implied
         if form.format.is_fp8:
-            if reason := self._dialect.unfit(stem, (shape[-2], shape[-1]), form):
+            table = traits.fp8  # which may hold more than engines of the dialect read
+            matrix = (shape[-2], shape[-1])
+            unfit = table.unfit(matrix, form) if table else self._dialect.unfit(stem, matrix, form)
+            if reason := unfit:
                 detail = f"{reason}, which this dialect does not hold"
                 self.findings.append(Finding("error", "form-unknown", stem, detail))
                 return
             # An FP8 module may lack its input scale, though its engines want it.
-            table = traits.fp8
             if table and table.input_scale:
                 missing_allowed = (*missing_allowed, table.input_scale)
         is_whole, refs = True, []

@@ -176,6 +176,28 @@ def test_transcode_marks_it_bit_for_bit(spelling: str, tmp_path: Path) -> None:
     restored(tmp_path / "floats", made)
 
 
+def test_row_scales_go_where_a_dialect_holds_them(tmp_path: Path) -> None:
+    """ComfyUI's kernels take one scale for a matrix (comfy_kitchen, tensor/fp8)."""
+    made = Made("fp8")
+    for number, stem in enumerate(made.values):
+        rows = np.exp2(np.random.default_rng(number).normal(0, 1, (ROWS, 1))).astype(np.float32)
+        made.tensors[f"{stem}.weight_scale"] = ("F32", (ROWS, 1), rows.tobytes())
+        made.values[stem] = made.values[stem] / np.float32(0.0321) * rows
+        made.mark(stem)
+    file = write(tmp_path / "in" / "m.safetensors", made.tensors, None)
+    assert run("inspect", file, "--json").json["granularity"] == "row"
+    refused = run("transcode", file, "--dialect", "comfy", "-o", tmp_path / "out", "--json").json
+    assert "held as it is by compressed-tensors" in refused["error"]["message"]
+    moved = tmp_path / "moved"
+    done("transcode", file, "--dialect", "compressed-tensors", "-o", moved, "-q")
+    for folder, words in ((file, "direct"), (moved, "over")):
+        done("dequantize", folder, "-o", tmp_path / words, "--dtype", "fp32", "-q")
+    direct, over = (read_folder(tmp_path / words) for words in ("direct", "over"))
+    for stem, expected in made.values.items():
+        assert direct[f"{stem}.weight"] == over[f"{stem}.weight"]
+        np.testing.assert_allclose(values_of(direct[f"{stem}.weight"]), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("command", ["dequantize", "quantize"])
 def test_factors_of_another_shape_are_refused_before_anything_is_written(
     command: str, tmp_path: Path

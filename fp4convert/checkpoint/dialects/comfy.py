@@ -71,7 +71,7 @@ _ROWS = {NVFP4: 16, MXFP8: 32}  # that ComfyUI pads to
 def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int, ...] | None:
     if granularity == MXFP8_BLOCK:
         return ORDER.padded(scale_grid(shape, granularity))
-    return () if granularity == "tensor" else None
+    return {"tensor": (), "row": (shape[0], 1)}.get(str(granularity))
 
 
 def _mark(form: Form) -> tuple[str, bytes]:
@@ -108,6 +108,8 @@ records, ignores = nothing, ignores_none
 
 
 def unfit(module: str, shape: tuple[int, int], form: Form) -> str | None:
+    if form.granularity == "row":  # read, and not written
+        return "FP8 with a scale for each row, of which ComfyUI's kernels take one"
     multiple = _ROWS.get(form.format, 1)
     if shape[0] % multiple:
         return f"{shape[0]} rows, which ComfyUI pads to a multiple of {multiple}"

@@ -125,7 +125,8 @@ class Fp8(CodingDefaults):
         height, width = (min(own, whole) for own, whole in zip(self.block, shape, strict=True))
         across, (first, last) = -(-shape[1] // width), rows
         above, below = first // height, -(-last // height)
-        if self.layout in LAYOUTS and self.layout != LINEAR.name and len(ref.shape) == 2:
+        is_arranged = self.layout in LAYOUTS and self.layout != LINEAR.name
+        if is_arranged and len(ref.shape) == 2 and across > 1:
             size = (-(-shape[0] // height), across)
             stored = LAYOUTS[self.layout].restore(source.read_range(ref, 0, ref.nbytes), size)
             part = stored[above * across : below * across]
