@@ -150,7 +150,9 @@ def _open(reference: str, access: Access, may_lack: bool = False) -> Source:
     source = _open_stored(reference, access, may_lack)
     frames = [shard.frame.container for shard in source.checkpoint.shards]
     if access.config is None or "gguf" not in frames:
-        return source
+        from fp4convert.storage.joined_experts import join_experts
+
+        return join_experts(source)
     from fp4convert.storage.gguf_folder import as_folder
     from fp4convert.storage.local import LocalSource
 

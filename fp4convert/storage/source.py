@@ -184,7 +184,7 @@ def stopping(*sources: Source) -> Iterator[None]:
 
 
 class PaddedSource:
-    """A source with zeros behind rows and columns of its tensors.
+    """A source with zeros behind rows and columns of its tensors, or another view of it.
 
     config  with the new sizes
     """
@@ -194,7 +194,7 @@ class PaddedSource:
         source: Source,
         shapes: Mapping[str, tuple[int, ...]],
         config: dict[str, object],
-        padding: Padding,
+        padding: Padding | None,
     ) -> None:
         self.name, self.is_streamed = source.name, source.is_streamed
         self._source = source
