@@ -18,7 +18,8 @@ import torch
 
 from fp4convert.calibration.experts import find_experts
 from fp4convert.checkpoint.adapters.merging import merge_adapter
-from fp4convert.checkpoint.adapters.peft import ALONE, Adapter
+from fp4convert.checkpoint.adapters.pairs import ALONE
+from fp4convert.checkpoint.adapters.peft import Adapter
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.expert_stacks import ExpertStack, artifact_of, find_stacks, rules_of
 from fp4convert.checkpoint.linears import Linears, find_linears

@@ -139,7 +139,8 @@ class Artifact(NamedTuple):
             from fp4convert.numerics.low_rank import Correction
 
             empty = np.zeros((0, packed.shape[1]), np.float32)
-            return Correction(1 / factors, empty, np.zeros((packed.shape[0], 0), np.float32))
+            up = np.zeros((packed.shape[0], 0), np.float32)
+            return Correction((np.float32(1) / factors).astype(np.float32), empty, up)
         return table.decode(packed.stem, packed.shape, self._read) if table else None
 
     def input_factors(self, module: str) -> Float32s | None:

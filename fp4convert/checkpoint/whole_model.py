@@ -51,8 +51,8 @@ def refuse_adapter(source: Source, reference: str) -> None:
     detail = f"{source.name} is a LoRA adapter{f' of {base}' if is_known else ''}: {factors} of its"
     detail = f"{detail} {are_text(len(names), 'tensor')} low-rank factors; expected a whole model"
     words = ("quantize", str(base) if is_known else "BASE", "--format", "nvfp4", "--lora")
-    words = (*words, reference)
-    next_step = f"Give its base model, and merge it on the way: {shell_line('fp4convert', *words)}"
+    line = shell_line("fp4convert", *words, reference)
+    next_step = f"Give its base model, and merge it on the way: {line}"
     raise InputError("adapter", detail, next_step)
 
 

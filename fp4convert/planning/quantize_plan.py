@@ -329,7 +329,7 @@ def _change(linear: Linear, ref: TensorRef, recipe: Recipe, reason: str = "") ->
         text = "folded: divided by the factors of the layers that read it"
     elif linear.stack:
         detail = f"{linear.module} lies in the stack {ref.name}, which is kept ({reason})"
-        from fp4convert.checkpoint.adapters.peft import ALONE
+        from fp4convert.checkpoint.adapters.pairs import ALONE
 
         step = f"Quantize the stack, or change the weights first: {ALONE[0].lower()}{ALONE[1:]}"
         expected = "expected it to be quantized, for the adapter changes it"

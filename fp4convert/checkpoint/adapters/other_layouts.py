@@ -104,7 +104,7 @@ def read_mlx(
     if settings.get("fine_tune_type") == "full":
         return {}, dict(tensors)
     own = json_object(settings.get("lora_parameters")).get("scale")
-    if type(own) not in (int, float):
+    if not isinstance(own, int | float):
         detail = f"{name}: lora_parameters has no scale; expected a number, as mlx-lm writes it"
         raise InputError("adapter-tensors", detail)
     pairs: dict[str, LoraPair] = {}

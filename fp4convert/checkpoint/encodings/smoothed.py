@@ -43,10 +43,10 @@ class Smoothed(ChangedCoding):
 
     def weights(self, linear: Linear, source: Source) -> Weights:
         """Return the products with the factors, as float32."""
-        stored, factors = (
-            self.stored.weights(linear, source),
-            self.within.input_factors(linear.module),
-        )
+        stored = self.stored.weights(linear, source)
+        factors = self.within.input_factors(linear.module)
+        if factors is None:
+            raise RuntimeError(f"{linear.module} has no factors")
 
         def fetch(first: int, last: int) -> Matrix:
             with np.errstate(over="ignore"):  # Inf is refused where it is rounded
