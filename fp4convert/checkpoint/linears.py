@@ -173,6 +173,10 @@ def linears_of(
         from fp4convert.checkpoint.encodings.int4 import find_integers
 
         of |= find_integers(clues)
+    if "I8" in dtypes:
+        from fp4convert.checkpoint.encodings.int8 import find_int8
+
+        of |= find_int8(clues.tensors)
     if not dtypes.isdisjoint(FP8_DTYPES):
         from fp4convert.checkpoint.encodings.fp8 import find_fp8
 
@@ -215,9 +219,11 @@ def linears_stored(artifact: Artifact) -> dict[str, Linear]:
     """Find the sound linear layers of an artifact: quantized ones and floats."""
     from fp4convert.checkpoint.encodings.fp4 import find_fp4
     from fp4convert.checkpoint.encodings.int4 import find_affine
+    from fp4convert.checkpoint.encodings.int8 import find_int8
 
-    found = find_floats(artifact.tensors, lambda name, shape: None)
-    return {**found, **others_of(artifact), **find_affine(artifact.clues), **find_fp4(artifact)}
+    found = find_floats(artifact.tensors, lambda name, shape: None) | others_of(artifact)
+    found |= find_int8(artifact.tensors) | find_affine(artifact.clues)
+    return {**found, **find_fp4(artifact)}
 
 
 def others_of(artifact: Artifact) -> dict[str, Linear]:
@@ -250,6 +256,10 @@ def find_unread_codes(artifact: Artifact) -> list[TensorRef]:
         from fp4convert.checkpoint.encodings.int4 import find_affine
 
         known |= {ref.name for linear in find_affine(clues).values() for ref in linear.refs}
+    from fp4convert.checkpoint.encodings.int8 import find_int8
+
+    bytes_read = find_int8(clues.tensors).values()
+    known |= {ref.name for linear in bytes_read for ref in (*linear.refs, *linear.idle)}
     coded = {ref.name: ref for ref in find_unread(clues.tensors, known, True) if is_coded(ref)}
     if any(ref.dtype in FP8_DTYPES for ref in coded.values()):
         from fp4convert.checkpoint.encodings.fp8 import find_fp8

@@ -17,6 +17,7 @@ from fp4convert.checkpoint.encodings.base import Linear, input_scale_of
 from fp4convert.checkpoint.encodings.floats import find_gguf_blocks
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.checkpoint.encodings.int4 import find_affine
+from fp4convert.checkpoint.encodings.int8 import find_int8
 from fp4convert.checkpoint.expert_stacks import ExpertStack
 from fp4convert.checkpoint.linears import Linears, judge_stored
 from fp4convert.checkpoint.missing_parts import Judgement
@@ -346,7 +347,7 @@ def _scales_beside(drafts: Sequence[Draft], caches: Collection[str]) -> tuple[li
 
 
 def _expandable(checkpoint: Checkpoint) -> Iterable[Linear]:
-    """Find matrices of llama.cpp's types and MLX's integers.
+    """Find matrices of llama.cpp's types, of MLX's integers and of INT8.
 
     No dialect has a place for them.
     """
@@ -357,7 +358,8 @@ def _expandable(checkpoint: Checkpoint) -> Iterable[Linear]:
         for ref in shard.tensors
     }
     blocks = find_gguf_blocks(apart, lambda name, shape: None)
-    return (blocks | find_affine(Clues(checkpoint.config, {}, apart))).values()
+    others = find_affine(Clues(checkpoint.config, {}, apart)) | find_int8(apart)
+    return (blocks | others).values()
 
 
 def _expand(linear: Linear, recipe: Recipe) -> Draft:

@@ -104,6 +104,13 @@ def spell(spelling: str) -> tuple[Made, dict[str, object] | None, list[str]]:
         factors = np.exp2(np.random.default_rng(9).normal(0, 1, COLUMNS)).astype(np.float32)
         made.tensors[f"{stem}.pre_quant_scale"] = ("F32", (COLUMNS,), factors.tobytes())
         made.values[stem] = made.values[stem] * factors
+    elif spelling == "int8":  # as the text encoder of MiniMax H3 has its embedding
+        codes = np.random.default_rng(8).integers(-127, 128, (ROWS, COLUMNS)).astype(np.int8)
+        rows = np.exp2(np.random.default_rng(7).integers(-9, 9, (ROWS, 1))).astype(np.float32)
+        made.values["model.embed_tokens"] = codes.astype(np.float32) * rows
+        made.tensors["model.embed_tokens.weight"] = ("I8", codes.shape, codes.tobytes())
+        made.tensors["model.embed_tokens.weight_scale"] = ("F32", rows.shape, rows.tobytes())
+        made.tensors["model.embed_tokens.comfy_quant"] = ("U8", (29,), bytes(29))
     if spelling not in ("header", "old", "unmarked"):
         for stem in made.formats:
             is_zero = spelling == "zeros" and stem in (f"{PREFIX}.1.proj", "first")
@@ -127,7 +134,7 @@ def restored(folder: Path, made: Made) -> None:
     assert stray == []
 
 
-SPELLINGS = ["header", "marked", "marked-fp8", "old", "zeros", "unmarked", "awq"]
+SPELLINGS = ["header", "marked", "marked-fp8", "old", "zeros", "unmarked", "awq", "int8"]
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -145,7 +152,9 @@ def test_every_command_reads_it(spelling: str, tmp_path: Path) -> None:
     source = write(tmp_path / "src" / "m.safetensors", {**original, **others}, None)
     checked = run("verify", file, "--source", source, "--json").json
     assert {one["code"] for one in checked["findings"] if one["level"] == "error"} == {*faults}
-    assert [one["mse"] for one in checked["tensors"]] == pytest.approx([0] * 4, abs=1e-13)
+    assert [one["mse"] for one in checked["tensors"]] == pytest.approx(
+        [0] * len(made.values), abs=1e-13
+    )
     again = tmp_path / "again"
     done("quantize", file, "--format", "nvfp4", "--dialect", "comfy", "-o", again, "-q")
     names = read_folder(again).keys()
@@ -167,13 +176,49 @@ def test_transcode_marks_it_bit_for_bit(spelling: str, tmp_path: Path) -> None:
     done(*asked, "-q")
     assert run("inspect", tmp_path / "out", "--json").json["healthy"]
     now = read_folder(tmp_path / "out")
-    for stem in made.values:
+    for stem in made.formats.keys() & made.values.keys():
         assert json.loads(now[f"{stem}.comfy_quant"][2]) == {"format": made.formats[stem]}
         for ending in (".weight", ".weight_scale", ".weight_scale_2"):
             old = made.tensors.get(stem + ending) or made.tensors.get(f"{stem}.scale_weight")
             assert stem + ending not in now or now[stem + ending] == old
     done("dequantize", tmp_path / "out", "-o", tmp_path / "floats", "--dtype", "fp32", "-q")
     restored(tmp_path / "floats", made)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_read"),
+    [
+        (b'{"format": "int8_tensorwise"}', True),
+        (b'{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": 256}', False),
+    ],
+)
+def test_bytes_that_may_be_rotated_are_left_unread(text: bytes, is_read: bool, tmp_path) -> None:
+    made, metadata, _ = spell("int8")
+    made.tensors["model.embed_tokens.comfy_quant"] = ("U8", (len(text),), text)
+    file = write(tmp_path / "in" / "m.safetensors", made.tensors, metadata)
+    made_of = run("dequantize", file, "-o", tmp_path / "out", "--json")
+    assert made_of.code == (0 if is_read else 2), made_of.err
+    found = {one["code"] for one in run("inspect", file, "--json").json["findings"]}
+    assert ("stack-unread" in found) is not is_read
+
+
+@pytest.mark.parametrize(
+    ("ending", "maker"),
+    [(".smooth_factor_orig", "Nunchaku"), (".nvfp4_block_scale", "musubi-tuner")],
+)
+def test_codes_of_other_makers_are_named_by_every_command(ending, maker, tmp_path) -> None:
+    tensors = {"a.weight": ("U8", (64, 32), bytes(2048)), f"a{ending}": ("F32", (64,), bytes(256))}
+    file = write(tmp_path / "in" / "m.safetensors", tensors, None)
+    out = ("-o", tmp_path / "out", "--json")
+    for words in (
+        ("inspect", file, "--json"),
+        ("verify", file, "--json"),
+        ("dequantize", file, *out),
+        ("transcode", file, "--dialect", "comfy", *out),
+        ("quantize", file, "--format", "nvfp4", *out),
+    ):
+        refused = run(*words)
+        assert (refused.code, maker in refused.json["error"]["message"]) == (2, True), words
 
 
 def test_row_scales_go_where_a_dialect_holds_them(tmp_path: Path) -> None:
