@@ -24,7 +24,6 @@ from fp4convert.checkpoint.encodings.base import CACHE_SCALES, PACKED_DTYPE, Lin
 from fp4convert.checkpoint.encodings.floats import find_floats
 from fp4convert.checkpoint.missing_parts import Judgement, judge_names
 from fp4convert.checkpoint.record import stacks_recorded
-from fp4convert.checkpoint.soundness import refuse_unsound
 from fp4convert.checkpoint.unread import find_beside, find_unread, is_coded, refuse_unsaid
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
@@ -102,6 +101,7 @@ def find_linears(source: Source, recipe: Recipe) -> Linears:
         from fp4convert.checkpoint.encodings.corrected import biases_stored
         from fp4convert.checkpoint.encodings.fp4 import find_fp4
         from fp4convert.checkpoint.encodings.fp8 import Fp8
+        from fp4convert.checkpoint.soundness import refuse_unsound
 
         artifact = read_artifact(source, source.name)
         refuse_unsound(artifact)

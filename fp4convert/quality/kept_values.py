@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.dialects.registry import is_mark
 from fp4convert.checkpoint.encodings.int4 import find_affine
 from fp4convert.checkpoint.error_report import is_norm, odd_zeros
 from fp4convert.errors import Finding
@@ -83,13 +84,14 @@ def describe_zeros(names: Sequence[str], kind: str) -> Finding:
 
 
 def own_names(artifact: Artifact) -> set[str]:
-    """Name the tensors that were not kept: codes, scales and companions."""
+    """Name the tensors that were not kept: codes, scales, companions, marks."""
     names = {
         ref.name
         for module in artifact.packed.values()
         for ref in (*module.refs, *module.companions)
     }
     names |= {ref.name for linear in find_affine(artifact.clues).values() for ref in linear.refs}
+    names |= {name for name, ref in artifact.tensors.items() if is_mark(ref)}
     return names | artifact.cache_scales.keys()
 
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from fp4convert.calibration.input_power import Inputs, output_power
 from fp4convert.calibration.statistics import Calibration, check_source
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.checkpoint.dialects.registry import is_mark
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.error_report import source_dtypes
 from fp4convert.checkpoint.linears import Linears, linears_stored
@@ -213,7 +212,6 @@ class SourcePairs(NamedTuple):
         # Tensors of the source that the artifact holds as they are: all that no pair replaces.
         replaced = {ref.name for ref in self.originals.idle}
         own = own_names(self.artifact)
-        own.update(name for name, ref in self.artifact.tensors.items() if is_mark(ref))
         for ours, theirs in self.pairs:
             replaced.update(ref.name for ref in (theirs.home, *theirs.refs, *theirs.idle))
             own.update(ref.name for ref in (*ours.refs, *ours.idle))

@@ -21,7 +21,6 @@ from fp4convert.errors import InputError
 from fp4convert.storage.safetensors import Header, TensorRef
 from fp4convert.storage.source import PaddedSource, Source
 
-FAMILIES = ("gpt_oss",)  # model_type
 LISTED = re.compile(r"(.+\.experts\.(?:gate_up|down)_proj)s\.(\d+)\.(weight|bias)")
 RENAMED = re.compile(r"\.router\.linear\.(?=weight$|bias$)")
 VIRTUAL = 1 << 60  # where stacks begin: behind all bytes of a file
@@ -32,16 +31,6 @@ class _Joined(NamedTuple):
 
     ref: TensorRef
     parts: tuple[TensorRef, ...]
-
-
-def join_experts(source: Source) -> Source:
-    """Return a view with stacks of experts; the source itself where none is listed."""
-    checkpoint = source.checkpoint
-    if checkpoint.config.get("model_type") not in FAMILIES:
-        return source
-    if not any(LISTED.fullmatch(ref.name) for ref in checkpoint.tensors):
-        return source
-    return JoinedExperts(source)
 
 
 class JoinedExperts(PaddedSource):

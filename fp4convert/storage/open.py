@@ -25,6 +25,7 @@ ADDRESS = re.compile(
     r"(?:@([\w.-]+))?(?:/([^?#]*))?(?:[?#].*)?"
 )  # of anything in it: prefix, name, revision, path
 ABSENT = ("source-unreachable", "offline", "no-source", "no-access")  # a repository may not exist
+LISTED_EXPERT = ".experts.gate_up_projs.0.weight"  # where experts are a list of linear layers
 VIEWS = ("tree", "blob", "resolve", "raw")  # before the revision, in paths of pages
 
 
@@ -150,9 +151,11 @@ def _open(reference: str, access: Access, may_lack: bool = False) -> Source:
     source = _open_stored(reference, access, may_lack)
     frames = [shard.frame.container for shard in source.checkpoint.shards]
     if access.config is None or "gguf" not in frames:
-        from fp4convert.storage.joined_experts import join_experts
+        if not any(ref.name.endswith(LISTED_EXPERT) for ref in source.checkpoint.tensors):
+            return source
+        from fp4convert.storage.joined_experts import JoinedExperts
 
-        return join_experts(source)
+        return JoinedExperts(source)
     from fp4convert.storage.gguf_folder import as_folder
     from fp4convert.storage.local import LocalSource
 
