@@ -36,7 +36,7 @@ def refuse_unsound(artifact: Artifact) -> None:
 
 
 def _refuse_other_layout(artifact: Artifact) -> None:
-    """Raise InputError where scales do not show the layout that nothing declares."""
+    """Raise InputError where scales do not show an undeclared layout."""
     expected = artifact.scale_layout
     detected = detect_layout(stored_scales(artifact, [*artifact.modules]), expected)
     if detected != expected:

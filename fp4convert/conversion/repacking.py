@@ -319,7 +319,7 @@ def _refuse_other_scales(artifact: Artifact) -> None:
 
 
 def _refuse_corrections(artifact: Artifact, other: str) -> None:
-    """Raise InputError where codes alone are not, or would not be, the weights."""
+    """Raise InputError where codes alone are not the weights."""
     factors = (one.stem + INPUT_FACTORS for one in artifact.modules.values())
     if name := next((name for name in factors if name in artifact.tensors), None):
         detail = (

@@ -151,7 +151,7 @@ class Engine(NamedTuple):
         return _read_judged(self.key)
 
     def place_of(self, names: Collection[str]) -> str:
-        """Return the folder in which the engine looks for such tensors; "" for any."""
+        """Return the folder where the engine looks for such tensors; or ""."""
         from fp4convert.engines.rows import fit_any
 
         fitting = (row["folder"] for row in self.places if fit_any(row["tensors"], names))

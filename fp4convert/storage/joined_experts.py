@@ -1,4 +1,4 @@
-"""View experts that are a list of linear layers as the stacks that their class has.
+"""View experts that are a list of linear layers as stacks.
 
 Trainers that quantize linear layers alone take the experts of gpt-oss apart (Unsloth), and their
 checkpoints keep these names:

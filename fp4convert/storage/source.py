@@ -184,7 +184,7 @@ def stopping(*sources: Source) -> Iterator[None]:
 
 
 class PaddedSource:
-    """A source with zeros behind rows and columns of its tensors, or another view of it.
+    """A source with zeros behind rows and columns of its tensors.
 
     config  with the new sizes
     """

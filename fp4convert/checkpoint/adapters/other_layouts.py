@@ -100,7 +100,7 @@ def refuse_other_kinds(name: str, tensor: str) -> None:
 def read_mlx(
     name: str, tensors: Mapping[str, Float32s], settings: Mapping[str, Any], scale: float
 ) -> tuple[dict[str, LoraPair], dict[str, Float32s]]:
-    """Return the pairs of an adapter of mlx-lm, and whole tensors of a full one."""
+    """Return the pairs of mlx-lm's adapter, and tensors of a full one."""
     if settings.get("fine_tune_type") == "full":
         return {}, dict(tensors)
     own = json_object(settings.get("lora_parameters")).get("scale")
