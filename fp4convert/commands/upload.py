@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.error_report import read_recorded
+from fp4convert.checkpoint.soundness import refuse_unsound
 from fp4convert.commands.publish import add_signatures, check_gates, error_rows, gates_of
 from fp4convert.errors import GateError, InputError, shell_line
 from fp4convert.execution.plan_file import recorded_digest
@@ -123,7 +124,7 @@ def _open_own(folder: Path) -> Artifact:
         detail = f"{folder} is no folder on this disk; expected an artifact that is finished here"
         raise InputError("not-pushable", detail)
     artifact = open_artifact(os.fspath(folder))
-    artifact.refuse_unsound()
+    refuse_unsound(artifact)
     if not recorded_hashes(artifact.record):
         detail = f"{folder} has no record of fp4convert with the hashes of its files"
         raise InputError("not-pushable", f"{detail}; expected {RECORD}")
