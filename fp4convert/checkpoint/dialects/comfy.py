@@ -194,10 +194,13 @@ def judge(clues: Clues) -> Iterator[Finding]:
     """Find modules that ComfyUI takes for ordinary ones, and the reverse."""
     marked, coded = _marked(clues), _coded(clues)
     if bare := sorted(coded - marked):
+        forms = [form for stem in bare if (form := _form(stem, clues.tensors))]
+        is_row = any(form.granularity == "row" for form in forms)
+        step = "Round them anew: quantize" if is_row else "Mark them: transcode"
         detail = (
             f"{len(bare)} modules have codes and scales, and no {COMFY_MARK} and no header marks"
         )
-        detail += " them: ComfyUI takes codes for weights. Mark them: transcode --dialect comfy"
+        detail += f" them: ComfyUI takes codes for weights. {step} --dialect comfy"
         yield Finding("error", "unmarked", bare[0], detail)
     stored = {stem: clues.tensors.get(f"{stem}.weight") for stem in marked - coded}
     plain = sorted(stem for stem, ref in stored.items() if ref and ref.dtype in FLOAT_TYPES)
