@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.checkpoint import artifact as checkpoint_artifact
+from fp4convert.checkpoint.soundness import refuse_unsound
 from fp4convert.commands.tensors import check_here, kind_of
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.numerics import scale_layouts
@@ -57,7 +58,7 @@ def open_artifact(
     """
     options = InspectOptions(artifact, revision=revision, subfolder=subfolder, token=token)
     opened = checkpoint_artifact.open_artifact(os.fspath(options.artifact), options.access())
-    opened.refuse_unsound()
+    refuse_unsound(opened)
     return OpenArtifact(opened)
 
 
