@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp4convert.checkpoint.dialects.base import (
     Clues,
@@ -46,6 +46,7 @@ CLEAR_ENOUGH = frozenset({"record-key", "record-status", "record-strategy"})
 FOREIGN = {
     name.lower(): name for name in ("AQLM", "AWQ", "EETQ", "GPTQ", "HQQ", "Quanto", "SpQR", "VPTQ")
 }
+METHOD = "quant_method"  # of engines' records; AutoRound's is called as ours, too
 CODED = frozenset({"U8", "I8", "U32", "I32"})  # dtypes of codes
 
 
@@ -73,6 +74,7 @@ class Artifact(NamedTuple):
     modules  the four-bit modules whose tensors are all there and sound
     others   the sound modules of FP8, MXFP8 and int4
     adapter  merged into its source, where a person names it
+    foreign  linear layers of other tools' formats, where the weights are no artifact
     """
 
     source: Source
@@ -85,6 +87,7 @@ class Artifact(NamedTuple):
     others: dict[str, Packed]
     findings: tuple[Finding, ...]
     adapter: Adapter | None = None
+    foreign: Mapping[str, Any] = {}  # Linear of encodings/base.py, which imports this file
 
     @property
     def packed(self) -> dict[str, Packed]:
@@ -167,7 +170,8 @@ class Artifact(NamedTuple):
 
     def refuse_unsound(self) -> None:
         """Raise InputError for findings, and for tensors that are not applied."""
-        refuse_unsaid(self.tensors)
+        foreign = self.foreign.values()
+        refuse_unsaid(self.tensors, {ref.name for one in foreign for ref in one.refs})
         for finding in self.findings:
             if finding.level == "error" and finding.code not in CLEAR_ENOUGH:
                 where = f"{finding.tensor}: " if finding.tensor else ""
@@ -200,12 +204,17 @@ def describe_foreign(clues: Clues) -> tuple[str, str]:
 
 def open_artifact(reference: str, access: Access | None = None) -> Artifact:
     """Open the artifact in that folder or repository."""
+    return read_artifact(*open_unfinished(reference, access))
+
+
+def open_unfinished(reference: str, access: Access | None = None) -> tuple[Source, str]:
+    """Open a folder or repository that may lack shards; return its name."""
     folder = os.path.join(reference, subfolder_of(access or Access()))
     has_plan, has_record = (
         os.path.exists(os.path.join(folder, file)) for file in (PLAN_FILE, RECORD)
     )
     called = os.path.normpath(folder) if os.path.isdir(reference) else reference
-    return read_artifact(open_source(reference, access, has_plan and not has_record), called)
+    return open_source(reference, access, has_plan and not has_record), called
 
 
 def open_quantized(reference: str, access: Access | None = None) -> tuple[Source, Artifact | None]:
@@ -231,7 +240,8 @@ def is_artifact(source: Source, clues: Clues) -> bool:
 
     Other FP8 is read by the names of its tensors, which many tools write.
     """
-    return source.has_file(RECORD) or any(
+    is_ours = source.has_file(RECORD) and METHOD not in read_json(source, RECORD)
+    return is_ours or any(
         group.form.format.block_size for _, groups in recognise(clues) for group in groups
     )
 
@@ -241,6 +251,7 @@ def read_artifact(source: Source, reference: str) -> Artifact:
     from fp4convert.checkpoint.modules import read_modules
 
     record, clues = read_json(source, RECORD), read_clues(source)
+    record = {} if METHOD in record else record
     groups, dialect = _read_identity(source, reference, clues, record)
     tensors = dict(clues.tensors)
     found, findings = read_modules(tensors, groups, dialect_named(dialect))

@@ -171,6 +171,10 @@ def linears_of(
         from fp4convert.checkpoint.encodings.int4 import find_integers
 
         of |= find_integers(clues)
+        if any(name.endswith(".qweight") for name in clues.tensors):
+            from fp4convert.checkpoint.encodings.gptq_awq import find_transposed
+
+            of |= find_transposed(clues)
     if not dtypes.isdisjoint(FP8_DTYPES):
         from fp4convert.checkpoint.encodings.fp8 import find_fp8
 
@@ -215,6 +219,8 @@ def linears_stored(artifact: Artifact) -> dict[str, Linear]:
     from fp4convert.checkpoint.encodings.int4 import find_affine
 
     found = find_floats(artifact.tensors, lambda name, shape: None)
+    if artifact.foreign:
+        return {**found, **artifact.foreign}
     return {**found, **others_of(artifact), **find_affine(artifact.clues), **find_fp4(artifact)}
 
 

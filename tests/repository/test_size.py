@@ -15,10 +15,10 @@ from checkpoints import write_llama
 from paths import ROOT
 
 PACKAGE = ROOT / "fp4convert"
-MOST_MODULES, MOST_LINES_LOADED = 137, 25_660
+MOST_MODULES, MOST_LINES_LOADED = 137, 25_730
 MOST_FILES, MOST_FUNCTIONS = 106, 760
 MOST_BYTE_FILES = 18  # that the threads which make the bytes enter
-MOST_PACKAGE_LINES, MOST_TEST_LINES, MOST_CLASSES = 57_900, 94_620, 383
+MOST_PACKAGE_LINES, MOST_TEST_LINES, MOST_CLASSES = 58_560, 95_050, 387
 
 WATCH = """
 import sys, threading
