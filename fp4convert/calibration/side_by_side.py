@@ -1,14 +1,15 @@
-"""Measure how the predictions of a source and an artifact differ (KL).
+"""Measure how the predictions of a source and of artifacts differ (KL).
 
-Both are given the same text.  Of each, one layer's weights are in memory at a time; logits are
-compared batch by batch, and kept by nobody.
+All are given the same text, and the source is run once.  Of each, one layer's weights are in memory
+at a time; logits are compared batch by batch, and kept by nobody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,13 +37,13 @@ from fp4convert.calibration.samples import (
 from fp4convert.checkpoint.adapters.peft import Adapter
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, ACTIVATIONS_FP8
 from fp4convert.checkpoint.expert_stacks import artifact_of
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, named
 from fp4convert.progress import Phases, tokens_text
 from fp4convert.storage.disk import temporary_folder
 from fp4convert.storage.json_text import unquantized
 from fp4convert.storage.source import Source, stopping
 
-SOURCE, ARTIFACT = 0, 1
+SOURCE = 0  # among the models; artifacts follow
 CHUNK_NBYTES = 1 << 25  # of log-probabilities in float64, each of two
 AROUND = "outside the layers"  # what a row of by_layer calls embeddings, the last norm, the head
 # Of config.json: what says nothing of how the model computes.
@@ -59,19 +60,19 @@ class Task:
 
     is_by_layer  layers of the artifact alone and cumulated, too
     held_nbytes  of weights in memory at once while the source writes its text
-    tell         gets lines for people
+    tell         gets lines for people, with the number of the artifact that they are about
     adapter      that the source is merged with
     check_text   gets the sha256 and the number of windows before the models run
     """
 
     source: Source
-    artifact: Source
+    artifacts: Sequence[Source]
     feed: Feed
     device: str = "auto"
     is_by_layer: bool = False
     held_nbytes: int = 8 * 10**9
     phases: Phases = field(default_factory=Phases)
-    tell: Callable[[str], None] = lambda line: None
+    tell: Callable[[int, str], None] = lambda number, line: None
     adapter: Adapter | None = None
     check_text: Callable[[str, int], None] = lambda sha256, windows: None
 
@@ -110,8 +111,8 @@ class Measured(NamedTuple):
     kv_cache: str | None = None
 
 
-def compare_models(task: Task) -> Measured:
-    """Run both models on the same text.
+def compare_models(task: Task) -> list[Measured]:
+    """Run the source and all artifacts on the same text.
 
     Raises InputError for models that are not the same, that cannot be run a layer at a time or
     give no probabilities of a next token, and for text that is none
@@ -119,34 +120,21 @@ def compare_models(task: Task) -> Measured:
     task.feed.check()
     import_transformers()
     device = find_device(task.device)
-    with (
-        stopping(task.source),
-        stopping(task.artifact),
-        temporary_folder() as folder,
-    ):
+    with ExitStack() as stack:
+        for source in (task.source, *task.artifacts):
+            stack.enter_context(stopping(source))
+        folder = stack.enter_context(temporary_folder())
         task.phases.begin("model")
-        models = _open_both(task, folder, device)
+        models = _open_all(task, folder, device)
         samples = _find_samples(task, models[SOURCE], folder / "source")
         sha256 = hash_samples(samples)
         task.check_text(sha256, len(samples))
         return _Run(task, models, batches_of(samples), folder).measure(sha256)
 
 
-def check_models(task: Task) -> None:
-    """Raise InputError for models that are not the same."""
-    import_transformers()
-    with temporary_folder() as folder:
-        _open_both(task, folder, find_device(task.device))
-
-
-def _open_both(task: Task, folder: Path, device: torch.device) -> tuple[Skeleton, Skeleton]:
-    """Build both models; InputError unless they are the same."""
+def _open_all(task: Task, folder: Path, device: torch.device) -> list[Skeleton]:
+    """Build all models; InputError unless they are the same."""
     copy_texts(task.source, folder / "source")
-    theirs = folder / "artifact"
-    if unquantized(task.artifact.checkpoint.config):
-        copy_texts(task.artifact, theirs)
-    else:  # a file of weights alone
-        theirs = folder / "source"
     source = open_skeleton(task.source, folder / "source", device, adapter=task.adapter)
     check_reads_text(source)
     if not source.model.can_generate():
@@ -154,24 +142,32 @@ def _open_both(task: Task, folder: Path, device: torch.device) -> tuple[Skeleton
         step = "Measure the outputs of its layers: fp4convert verify ARTIFACT --source SOURCE"
         step = f"{step} --calibration FILE."
         raise InputError("evaluate-model", f"{detail}; expected a model that writes text", step)
-    artifact = open_skeleton(task.artifact, theirs, device, is_exact=True)
-    if not artifact.stored:
-        kind = type(source.model).__name__
-        detail = f"no tensor of {task.artifact.name} has a name of {kind}; expected its weights"
-        next_step = "GGUF has names of its own: give the model's folder, --config DIR."
-        raise InputError("evaluate-model", detail, next_step)
-    _check_same(source.model, artifact.model)
-    return source, artifact
+    models = [source]
+    for number, given in enumerate(task.artifacts, 1):
+        theirs = folder / f"artifact-{number}"
+        if unquantized(given.checkpoint.config):
+            copy_texts(given, theirs)
+        else:  # a file of weights alone
+            theirs = folder / "source"
+        with named(given.name) if len(task.artifacts) > 1 else nullcontext():
+            artifact = open_skeleton(given, theirs, device, is_exact=True)
+            if not artifact.stored:
+                kind = type(source.model).__name__
+                detail = f"no tensor of {given.name} has a name of {kind}; expected its weights"
+                raise InputError("evaluate-model", detail, SAME_MODEL)
+            _check_same(source.model, artifact.model)
+        models.append(artifact)
+    return models
 
 
 def _check_same(source: Any, artifact: Any) -> None:
     """Raise InputError unless both compute the same, but for weights."""
     kinds = [type(model).__name__ for model in (source, artifact)]
-    if kinds[SOURCE] != kinds[ARTIFACT]:
-        detail = f"the artifact is a {kinds[ARTIFACT]}, and the source a {kinds[SOURCE]}"
+    if kinds[0] != kinds[1]:
+        detail = f"the artifact is a {kinds[1]}, and the source a {kinds[0]}"
         raise InputError("evaluate-model", f"{detail}; expected one model", SAME_MODEL)
     settings = [dict(_settings(model.config.to_dict())) for model in (source, artifact)]
-    for name in sorted(settings[SOURCE].keys() | settings[ARTIFACT].keys()):
+    for name in sorted(settings[0].keys() | settings[1].keys()):
         own, other = (side.get(name) for side in settings)
         if own != other:
             detail = f"config.json: {name} is {other!r} in the artifact, and {own!r} in the source"
@@ -207,60 +203,85 @@ class _Lane(NamedTuple):
 
     model    whose parts outside of the layers it runs
     place    among the lanes of that model
+    other    the model that runs the layers it borrows
     borrows  whether a layer of that path is run by the other model
     """
 
     model: int
-    place: int
-    borrows: Callable[[str], bool]
+    place: int = 0
+    other: int = SOURCE
+    borrows: Callable[[str], bool] = lambda path: False
+
+    @property
+    def is_artifact(self) -> bool:
+        """Return whether it is an artifact as it is."""
+        return self.model != SOURCE and self.place == 0
+
+    def runner(self, path: str) -> int:
+        """Return the model that runs a layer."""
+        return self.other if self.borrows(path) else self.model
 
 
 @dataclass(slots=True)
 class _Run:
-    """Two models on the same batches.
+    """A source and artifacts on the same batches.
 
     _kept     the source's logits of the batch that comes to its end
     _visited  the layers that text came through
     """
 
     task: Task
-    models: tuple[Skeleton, Skeleton]
+    models: list[Skeleton]
     batches: list[Batch]
     folder: Path
     _lanes: list[_Lane] = field(default_factory=list)
-    _found: list[list[NDArray[np.float64]]] = field(default_factory=list)
+    _found: list[list[tuple[NDArray[Any], ...]]] = field(default_factory=list)
     _windows: list[int] = field(default_factory=list)
-    _agrees: list[NDArray[np.bool_]] = field(default_factory=list)
-    _others: list[NDArray[np.float64]] = field(default_factory=list)
     _kept: Any = None
-    _rounding: Rounding = field(default_factory=Rounding)
+    _roundings: list[Rounding] = field(default_factory=list)
     _visited: list[str] = field(default_factory=list)
 
-    def measure(self, text_sha256: str) -> Measured:
-        """Run both models, a layer of both at a time."""
+    def measure(self, text_sha256: str) -> list[Measured]:
+        """Run all models, a layer of each at a time."""
         layers = tuple(self.models[SOURCE].layers) if self.task.is_by_layer else ()
-        self._lanes = list(_lanes_of(layers))
+        self._lanes = list(_lanes_of(layers, len(self.models) - 1))
         self._found = [[] for _ in self._lanes]
-        artifact = artifact_of(self.models[ARTIFACT].linears)
-        self._rounding = rounding_of(self.models[ARTIFACT], artifact)
-        if self._rounding.kind and self._rounding.cache is None:
-            self.task.tell(f"a KV cache in {self._rounding.kind} is not computed with")
+        self._roundings = [Rounding(), *map(self._find_rounding, range(1, len(self.models)))]
+        self._run_layers()
+        return [
+            self._gather(at, layers, text_sha256)
+            for at, lane in enumerate(self._lanes)
+            if lane.is_artifact
+        ]
+
+    def _find_rounding(self, number: int) -> Rounding:
+        """Find the rounding of an artifact's inputs; say what is left out."""
+        artifact = artifact_of(self.models[number].linears)
+        rounding = rounding_of(self.models[number], artifact)
+        if rounding.kind and rounding.cache is None:
+            self.task.tell(number, f"a KV cache in {rounding.kind} is not computed with")
         packed = artifact.packed if artifact else {}
         if eight_bit := [n for n, p in packed.items() if p.form.activations == ACTIVATIONS_FP8]:
             words = f"{len(eight_bit)} linear layers have 8-bit activations in engines, and 16-bit"
-            self.task.tell(f"{words} ones here; the first is {eight_bit[0]}")
-        self._run_layers()
-        means = [float(np.concatenate(each).mean()) for each in self._found[1:]]
-        by_layer = [
-            LayerLoss(path, means[2 + 2 * number], means[3 + 2 * number])
-            for number, path in enumerate(layers)
-            if path in self._visited
-        ]
-        if layers:
-            by_layer.append(LayerLoss(AROUND, means[1], means[0]))
-        likeliest, *losses = np.concatenate(self._others, 1)
-        kl, agrees = np.concatenate(self._found[ARTIFACT]), np.concatenate(self._agrees)
-        rounding = self._rounding
+            self.task.tell(number, f"{words} ones here; the first is {eight_bit[0]}")
+        return rounding
+
+    def _gather(self, at: int, layers: Sequence[str], text_sha256: str) -> Measured:
+        """Gather the figures of the artifact whose lane is `at`."""
+        kl, agrees, likeliest, *losses = map(np.concatenate, zip(*self._found[at], strict=True))
+        rounding = self._roundings[self._lanes[at].model]
+        by_layer = []
+        if layers:  # its lanes follow: all that is outside, then each alone and cumulated
+            means = [
+                float(np.concatenate([kl for kl, *_ in found]).mean())
+                for found in self._found[at + 1 : at + 2 + 2 * len(layers)]
+            ]
+            by_layer = [
+                LayerLoss(path, *means[1 + 2 * number : 3 + 2 * number])
+                for number, path in enumerate(layers)
+                if path in self._visited
+            ]
+            by_layer.append(LayerLoss(AROUND, means[0], float(kl.mean())))
         return Measured(
             np.array(self._windows),
             kl,
@@ -275,7 +296,7 @@ class _Run:
 
     def _run_layers(self) -> None:
         """Run all layers."""
-        phases, sides = self.task.phases, (SOURCE, ARTIFACT)
+        phases, sides = self.task.phases, range(len(self.models))
         inputs = [inputs_of(self.models[SOURCE], batch) for batch in self.batches]
         widths = [sum(lane.model == side for lane in self._lanes) for side in sides]
         with ExitStack() as stack:
@@ -294,7 +315,7 @@ class _Run:
                 for batch in range(len(inputs))
             ]
             nbytes = {path: self.models[SOURCE].nbytes(path) for path in self.models[SOURCE].layers}
-            phases.begin("evaluate", 2 * sum(nbytes.values()))
+            phases.begin("evaluate", len(sides) * sum(nbytes.values()))
             for path in stops_of(standing, forwards, self._end):
                 for side in sides:
                     self._run_layer(path, side, forwards)
@@ -307,14 +328,15 @@ class _Run:
         folder = self.folder / f"hidden-{side}"
         folder.mkdir()
         skeleton = self.models[side]
-        rounding = self._rounding if side == ARTIFACT else Rounding()
+        rounding = self._roundings[side]
         watch = Watch(skeleton, "none", {}, is_looking=False, rounding=rounding)
         with watching(watch):
             yield Chain(skeleton, inputs, folder)
         missed = [path for path in rounding.linears if path not in watch.rounded]
         if missed := [path for path in missed if skeleton.layer_above(path) in self._visited]:
             words = f"{len(missed)} linear layers got 16-bit inputs, for the model multiplies with"
-            self.task.tell(f"{words} them in a way of its own; the first is {missed[0]}")
+            words = f"{words} them in a way of its own; the first is {missed[0]}"
+            self.task.tell(side, words)
 
     def _run_layer(
         self, path: str, side: int, forwards: Sequence[Sequence[tuple[Chain, int]]]
@@ -325,7 +347,7 @@ class _Run:
         for batch in forwards:
             for lane, (chain, number) in zip(self._lanes, batch, strict=True):
                 is_here = chain.forwards[number].layer == path
-                if is_here and (lane.model != side) == lane.borrows(path):
+                if is_here and lane.runner(path) == side:
                     chain.hand_on(number, chain.run(number, skeleton))
         skeleton.empty(path)
 
@@ -343,31 +365,32 @@ class _Run:
                 made_of = _compare_logits(ours[part], theirs[part], tokens[part].to(ours.device))
                 for row, values in zip(rows, made_of, strict=True):
                     row.append(values.cpu())
-        kl, agrees, likeliest, *losses = (torch.cat(row).numpy() for row in rows)
-        for name, loss in zip(("source", "artifact"), losses, strict=True):
+        kl, *others = (torch.cat(row).numpy() for row in rows)
+        for name, loss in zip(("source", "artifact"), others[2:], strict=True):
             if not np.isfinite(loss).all():
                 detail = f"the {name} computes NaN or Inf for this text; expected finite logits"
                 raise InputError("evaluate-nan", detail)
-        self._found[place].append(np.maximum(kl, 0.0))  # rounding makes it -1e-17
-        if place == ARTIFACT:
+        kl = np.maximum(kl, 0.0)  # rounding makes it -1e-17
+        self._found[place].append((kl, *others) if self._lanes[place].is_artifact else (kl,))
+        if place == 1:  # the first artifact's: windows are those of all
             self._windows += [len(tokens) for tokens in ids]
-            self._agrees.append(agrees)
-            self._others.append(np.stack([likeliest, *losses]))
 
 
-def _lanes_of(layers: Sequence[str]) -> Iterator[_Lane]:
-    """Yield the lanes: the source, the artifact, and single layers.
+def _lanes_of(layers: Sequence[str], artifacts: int) -> Iterator[_Lane]:
+    """Yield the source's lane, each artifact's, and those of its layers.
 
     Of a layer alone and cumulated, in turn; before them everything outside of layers.
     """
-    yield _Lane(SOURCE, 0, lambda path: False)
-    yield _Lane(ARTIFACT, 0, lambda path: False)
-    if layers:
-        yield _Lane(ARTIFACT, 1, lambda path: True)
-    for number, layer in enumerate(layers):
-        before = frozenset(layers[: number + 1])
-        yield _Lane(SOURCE, 1 + 2 * number, layer.__eq__)
-        yield _Lane(SOURCE, 2 + 2 * number, before.__contains__)
+    yield _Lane(SOURCE)
+    places = count(1)
+    for artifact in range(1, artifacts + 1):
+        yield _Lane(artifact)
+        if layers:
+            yield _Lane(artifact, 1, SOURCE, lambda path: True)
+        for number, layer in enumerate(layers):
+            before = frozenset(layers[: number + 1])
+            yield _Lane(SOURCE, next(places), artifact, layer.__eq__)
+            yield _Lane(SOURCE, next(places), artifact, before.__contains__)
 
 
 def _compare_logits(

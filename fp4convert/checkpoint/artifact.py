@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -49,13 +49,13 @@ if TYPE_CHECKING:
 FOREIGN = {"nvfp4": "FastVideo's NVFP4"} | {
     name.lower(): name for name in ("AQLM", "AWQ", "EETQ", "GPTQ", "HQQ", "Quanto", "SpQR", "VPTQ")
 }
-
 # Makers whose codes nothing here reads, by a tensor of theirs: nunchaku 1.2, models/linear.py;
 # musubi-tuner, modules/nvfp4_optimization_utils.py.
 MAKERS = {
     ".smooth_factor_orig": "Nunchaku's SVDQuant (svdq-fp4, svdq-int4)",
     ".nvfp4_block_scale": "musubi-tuner's NVFP4 (kohya)",
 }
+METHOD = "quant_method"  # of engines' records; AutoRound's is called as ours, too
 CODED = frozenset({"U8", "I8", "U32", "I32"})  # dtypes of codes
 
 
@@ -83,6 +83,7 @@ class Artifact(NamedTuple):
     modules  the four-bit modules whose tensors are all there and sound
     others   the sound modules of FP8, MXFP8 and int4
     adapter  merged into its source, where a person names it
+    foreign  linear layers of other tools' formats, where the weights are no artifact
     """
 
     source: Source
@@ -95,6 +96,7 @@ class Artifact(NamedTuple):
     others: dict[str, Packed]
     findings: tuple[Finding, ...]
     adapter: Adapter | None = None
+    foreign: Mapping[str, Any] = {}  # Linear of encodings/base.py, which imports this file
 
     @property
     def packed(self) -> dict[str, Packed]:
@@ -216,12 +218,17 @@ def describe_foreign(clues: Clues) -> tuple[str, str]:
 
 def open_artifact(reference: str, access: Access | None = None) -> Artifact:
     """Open the artifact in that folder or repository."""
+    return read_artifact(*open_unfinished(reference, access))
+
+
+def open_unfinished(reference: str, access: Access | None = None) -> tuple[Source, str]:
+    """Open a folder or repository that may lack shards; return its name."""
     folder = os.path.join(reference, subfolder_of(access or Access()))
     has_plan, has_record = (
         os.path.exists(os.path.join(folder, file)) for file in (PLAN_FILE, RECORD)
     )
     called = os.path.normpath(folder) if os.path.isdir(reference) else reference
-    return read_artifact(open_source(reference, access, has_plan and not has_record), called)
+    return open_source(reference, access, has_plan and not has_record), called
 
 
 def open_quantized(reference: str, access: Access | None = None) -> tuple[Source, Artifact | None]:
@@ -249,7 +256,8 @@ def is_artifact(source: Source, clues: Clues) -> bool:
 
     Other FP8 is read by the names of its tensors, which many tools write.
     """
-    return source.has_file(RECORD) or any(
+    is_ours = source.has_file(RECORD) and METHOD not in read_json(source, RECORD)
+    return is_ours or any(
         group.form.format.block_size for _, groups in recognise(clues) for group in groups
     )
 
@@ -259,6 +267,7 @@ def read_artifact(source: Source, reference: str) -> Artifact:
     from fp4convert.checkpoint.modules import read_modules
 
     record, clues = read_json(source, RECORD), read_clues(source)
+    record = {} if METHOD in record else record
     groups, dialect = _read_identity(source, reference, clues, record)
     tensors = dict(clues.tensors)
     found, findings = read_modules(tensors, groups, dialect_named(dialect))

@@ -173,6 +173,10 @@ def linears_of(
         from fp4convert.checkpoint.encodings.int4 import find_integers
 
         of |= find_integers(clues)
+        if any(name.endswith(".qweight") for name in clues.tensors):
+            from fp4convert.checkpoint.encodings.gptq_awq import find_transposed
+
+            of |= find_transposed(clues)
     if "I8" in dtypes:
         from fp4convert.checkpoint.encodings.int8 import find_int8
 
@@ -221,8 +225,10 @@ def linears_stored(artifact: Artifact) -> dict[str, Linear]:
     from fp4convert.checkpoint.encodings.int4 import find_affine
     from fp4convert.checkpoint.encodings.int8 import find_int8
 
-    found = find_floats(artifact.tensors, lambda name, shape: None) | others_of(artifact)
-    found |= find_int8(artifact.tensors) | find_affine(artifact.clues)
+    found = find_floats(artifact.tensors, lambda name, shape: None)
+    if artifact.foreign:
+        return {**found, **artifact.foreign}
+    found |= others_of(artifact) | find_int8(artifact.tensors) | find_affine(artifact.clues)
     return {**found, **find_fp4(artifact)}
 
 

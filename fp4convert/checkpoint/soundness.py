@@ -22,7 +22,9 @@ SPREAD = 8  # modules apart are those whose layout is judged one after the other
 
 def refuse_unsound(artifact: Artifact) -> None:
     """Raise InputError for findings, and for tensors that are not applied."""
-    refuse_unsaid(artifact.tensors, {one.stem + INPUT_FACTORS for one in artifact.modules.values()})
+    consumed = {one.stem + INPUT_FACTORS for one in artifact.modules.values()}
+    consumed |= {ref.name for one in artifact.foreign.values() for ref in one.refs}
+    refuse_unsaid(artifact.tensors, consumed)
     for finding in artifact.findings:
         if finding.level == "error" and finding.code not in CLEAR_ENOUGH:
             where = f"{finding.tensor}: " if finding.tensor else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from textwrap import wrap
 from typing import Any
 
@@ -38,6 +37,7 @@ SIDES = {
     "bytes": "size",
     "quantized": "quantized",
     "bits_per_weight": "bits per weight",
+    "bits_quantized": "of quantized ones",
     "sqnr_db_mean": "SQNR dB, mean",
     "sqnr_db_min": "SQNR dB, worst",
     "worst": "worst tensor",
@@ -45,7 +45,12 @@ SIDES = {
     "best": "best on",
 }
 SHORT = ("artifact", "formats", "bits_per_weight", "sqnr_db_mean", "output_error", "best")
-FORMS = {"bits_per_weight": ".3f", "sqnr_db_mean": ".2f", "sqnr_db_min": ".2f"}
+FORMS = {
+    "bits_per_weight": ".3f",
+    "bits_quantized": ".3f",
+    "sqnr_db_mean": ".2f",
+    "sqnr_db_min": ".2f",
+}
 WHOLE = ("format", "rule", "block", "bits/weight", "SQNR dB", "output error", "")
 KIND = ("kind", "matrices", "weights")
 
@@ -100,7 +105,8 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
     good = "healthy by its records and scales; verify --source compares the values"
     if source := artifact.get("source"):
         good = f"healthy; a sample of its values matches {source}"
-    draw_verdict(screen, artifact["healthy"], good, "not healthy")
+    bad = _bad_word(artifact["findings"], "not healthy")
+    draw_verdict(screen, artifact["healthy"], good, bad)
 
 
 def _draw_engines(screen: Screen, artifact: Document) -> None:
@@ -122,6 +128,9 @@ def draw_verification(screen: Screen, report: Document) -> None:
 
     Output errors where they were measured, else errors of weights.
     """
+    from fp4convert.quality.evaluation import UsualSqnr
+    from fp4convert.quality.verification import NO_FAULT
+
     if report["verdict"]:
         screen.line(report["verdict"], "bold red")
     tensors, summary, has_outputs = report["tensors"], report["summary"], "inputs" in report
@@ -143,16 +152,23 @@ def draw_verification(screen: Screen, report: Document) -> None:
         mean, low = number(summary["sqnr_db_mean"], ".2f"), number(summary["sqnr_db_min"], ".2f")
         nmse = number(summary["nmse"], ".4g")
         screen.line(f"{len(tensors)} tensors: SQNR mean {mean} dB, lowest {low} dB; NMSE {nmse}")
+        if usual := report["usual"]:
+            screen.line(UsualSqnr(**usual).words)
         if has_outputs:
             mean, most = percent(summary["output_error_mean"]), percent(summary["output_error_max"])
             screen.line(f"output error: mean {mean}, largest {most}; {_inputs_text(report)}")
     if recorded := report["recorded"]:
         screen.line(f"recorded when it was quantized: {fidelity_text(recorded)}")
     draw_findings(screen, report["findings"], len(tensors), most_lines(report["verdict"]))
-    from fp4convert.quality.verification import NO_FAULT
-
     word = "passed" if report["checked"]["gated"] else NO_FAULT
-    draw_verdict(screen, report["passed"], f"{word}: {_checked_text(report['checked'])}", "failed")
+    bad = _bad_word(report["findings"], "failed")
+    draw_verdict(screen, report["passed"], f"{word}: {_checked_text(report['checked'])}", bad)
+
+
+def _bad_word(findings: Sequence[Document], word: str) -> str:
+    from fp4convert.quality.checks import fault_word
+
+    return fault_word((one["code"] for one in findings if one["level"] == "error"), word)
 
 
 def _inputs_text(document: Document) -> str:
@@ -173,82 +189,77 @@ def _checked_text(checked: Document) -> str:
 
 
 def draw_comparison(screen: Screen, found: Document) -> None:
-    """Draw the artifacts, the layers that differ most, and the verdict."""
+    """Draw the verdict, the artifacts and the layers that differ most."""
+    sides, verdict, is_well = found["artifacts"], found["verdict"], found["passed"] is not False
+    screen.line(verdict["words"], "bold" if is_well else "bold red")
+    _draw_ranking(screen, found)
     # the artifacts as a whole
-    sides = found["artifacts"]
+    has_best = verdict["by"] == "output_error"
+    keys = [key for key in (SIDES if len(sides) <= MOST_BESIDE else SHORT) if key != "best"]
+    keys += ["best"] * has_best
+    table = [[_side_text(one, key) for key in keys] for one in sides.values()]
     if len(sides) <= MOST_BESIDE:
-        rows = [(SIDES[key], *(_side_text(one, key) for one in sides.values())) for key in SIDES]
-        screen.table(("", *sides), rows)
+        cells = zip(*table, strict=True)
+        screen.table(
+            ("", *sides), [(SIDES[key], *row) for key, row in zip(keys, cells, strict=True)]
+        )
         screen.line("")
-        _draw_layers(screen, found)
+        _draw_layers(screen, found, has_best)
     else:
-        rows = [(name, *(_side_text(one, key) for key in SHORT)) for name, one in sides.items()]
-        screen.table(("", *(SIDES[key] for key in SHORT)), rows)
-    # the number of quantized layers, and the best artifacts
+        rows = [(name, *row) for name, row in zip(sides, table, strict=True)]
+        screen.table(("", *(SIDES[key] for key in keys)), rows)
+    # the number of quantized layers, and the differences of SQNR
     totals = found["totals"]
     counts = [f"quantized by all {totals['quantized_by_all']}"]
     for letter, alone in totals["quantized_by_one"].items():
         if alone:
             counts.append(f"by {letter} alone {alone}")
     screen.line(f"{totals['compared']} linear layers: {', '.join(counts)}")
-    _draw_best(screen, found)
-    is_well = found["passed"] is not False
-    _draw_predictions(screen, sides, is_well)
+    for letter, side in sides.items():
+        if totals["judged"] and letter != "a" and (mean := side["difference_db_mean"]) is not None:
+            screen.line(f"SQNR of {letter} - a: {mean:+.2f} dB on average")
     for letter, side in sides.items():
         told = ({**one, "detail": f"{letter}: {one['detail']}"} for one in side["findings"])
         draw_findings(screen, told)
     if not is_well:
-        why = "a module with a finding counts for no best"
-        draw_verdict(screen, False, "", f"failed: {why if totals['judged'] else 'no verdict'}")
+        draw_verdict(screen, False, "", "failed")
 
 
-def _draw_layers(screen: Screen, found: Document) -> None:
-    """Draw the linear layers that differ most."""
+def _draw_ranking(screen: Screen, found: Document) -> None:
+    """Draw the artifacts by their KL, and the cost of layers."""
+    sides, rows = found["artifacts"], []
+    for one in found["verdict"]["ranking"]:
+        known = sides[one["letter"]]["predictions"]
+        difference = _with_error(one["difference"], one["difference_se"], "+.2g")
+        figures = (_with_error(one["kl"], one["se"], ".5g"), difference, f"{known['top1']:.2%}")
+        bits, ppl = number(one["bits_per_weight"], ".3f"), f"{known['ppl']['artifact']:.5g}"
+        rows.append((one["letter"], bits, *figures, ppl, known["grade"]))
+    if not rows:
+        return
+    headings = ("bits", "KL, nats", "to the one above", "same top", "perplexity", "grade")
+    screen.table(("by KL", *headings), rows)
+    for letter, side in sides.items():
+        known = side["predictions"]
+        if known["activations"] != 16 or known["kv_cache"]:
+            cache = known["kv_cache"] or "16-bit"
+            screen.line(f"{letter}: {known['activations']}-bit activations, KV cache {cache}")
+    text = f"{known['tokens']:,} tokens in {known['windows']} windows"
+    screen.line(f"{text}; perplexity of the source {known['ppl']['source']:.5g}")
+    _draw_costs(screen, {letter: side["predictions"] for letter, side in sides.items()})
+
+
+def _draw_layers(screen: Screen, found: Document, has_best: bool) -> None:
+    """Draw the linear layers that differ most, by the same inputs."""
     sides = found["artifacts"]
     lost = ("SQNR dB", "output error") if len(sides) == 2 else ("output error",)
     headings = [word for letter in sides for word in (letter, *lost)]
     ranked = sorted(found["tensors"], key=_output_difference, reverse=True)
-    screen.table(
-        ("linear layers that differ most", *headings, "best"),
-        [_contrast_row(tensor, lost) for tensor in ranked[:MOST_COMPARED]],
-    )
+    rows = [_contrast_row(tensor, lost)[: None if has_best else -1] for tensor in ranked]
+    words = (*headings, *["best"] * has_best)
+    screen.table(("linear layers that differ most", *words), rows[:MOST_COMPARED])
+    screen.line(_inputs_text(found))
     if len(ranked) > MOST_COMPARED:
         screen.line(f"and {len(ranked) - MOST_COMPARED} more: --json has them all, --report, too")
-
-
-def _draw_best(screen: Screen, found: Document) -> None:
-    """Draw the number of layers on which each is best, if that was judged."""
-    sides, totals = found["artifacts"], found["totals"]
-    if not totals["judged"]:
-        return
-    best = ", ".join(f"{letter} on {side['best']}" for letter, side in sides.items())
-    how = f"several alike on {totals['shared']}, by output error"
-    screen.line(f"best: {best}; {how}; {_inputs_text(found)}", "bold")
-    for letter, side in sides.items():
-        if letter != "a" and (mean := side["difference_db_mean"]) is not None:
-            screen.line(f"SQNR of {letter} - a: {mean:+.2f} dB on average")
-
-
-def _draw_predictions(screen: Screen, sides: Document, is_ranked: bool) -> None:
-    """Draw the loss of each artifact's predictions, if a text was read."""
-    if not all("predictions" in side for side in sides.values()):
-        return
-    known = {letter: side["predictions"] for letter, side in sides.items()}
-    rows = [{**evaluation_rows(each), "grade": each["grade"]} for each in known.values()]
-    keys = dict.fromkeys(key for row in rows for key in row)
-    table = [(key, *(row.get(key, "-") for row in rows)) for key in keys]
-    screen.table(("predictions", *known), table)
-    _draw_costs(screen, known)
-    if not is_ranked:
-        return
-    from fp4convert.quality.comparison import is_alike
-
-    means = {letter: each["kl"]["mean"] for letter, each in known.items()}
-    ranked = sorted(means, key=means.__getitem__)
-    words = ranked[0]
-    for before, after in pairwise(ranked):
-        words += f" {'=' if is_alike(means[before], means[after]) else '<'} {after}"
-    screen.line(f"mean KL divergence, least first: {words}", "bold")
 
 
 def _side_text(side: Document, key: str) -> str:
@@ -290,6 +301,10 @@ def _contrast_row(tensor: Document, lost: Sequence[str]) -> list[str]:
 
 def number(value: float | None, form: str, unknown: str = "-") -> str:
     return unknown if value is None else format(value, form)
+
+
+def _with_error(value: float | None, error: float | None, form: str) -> str:
+    return number(value, form) + ("" if error is None else f" ± {error:.2g}")
 
 
 def percent(value: float | None) -> str:

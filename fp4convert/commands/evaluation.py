@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.adapters.peft import Adapter, open_recorded
 from fp4convert.checkpoint.artifact import open_artifact, read_json
+from fp4convert.checkpoint.candidates import in_names_of
 from fp4convert.checkpoint.record import ADAPTER, describe_adapter, place_recorded
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.commands.calibration import feed_of
-from fp4convert.errors import named
 from fp4convert.execution.plan_file import recorded_digest
 from fp4convert.options.access import as_nbytes
 from fp4convert.options.arguments import as_path, one_adapter
@@ -74,12 +74,13 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     artifact = open_model(os.fspath(options.artifact), options.access())
     shown = open_artifact(os.fspath(options.artifact), options.access()) if page else None
     source = _open_original(options, artifact)
-    task = _task(options, source, artifact, feed, phases)
+    artifact = in_names_of(artifact, lambda: source)
+    task = _task(options, source, [artifact], feed, phases)
     usual = evaluation.find_usual(artifact, task.source)
     gate = gate.resolved(usual)
     if gate.baseline:
         task = replace(task, check_text=gate.baseline.check_text)
-    found = evaluation.evaluate(side_by_side.compare_models(task), gate, usual)
+    found = evaluation.evaluate(side_by_side.compare_models(task)[0], gate, usual)
     found = replace(found, digest=recorded_digest(artifact))
     if page and shown:
         original = pad_as_recorded(shown.record, source)
@@ -92,8 +93,10 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
     return found
 
 
-def predictions_of(options: CompareOptions, feed: Feed, phases: Phases) -> list[dict[str, Any]]:
-    """Evaluate the artifacts of `compare` on one text, one after the other.
+def predictions_of(
+    options: CompareOptions, artifacts: Sequence[Source], feed: Feed, phases: Phases
+) -> list[dict[str, Any]]:
+    """Evaluate the artifacts of `compare` beside one run of the source.
 
     Returns  the figures of each, and its notes
     """
@@ -101,29 +104,23 @@ def predictions_of(options: CompareOptions, feed: Feed, phases: Phases) -> list[
     from fp4convert.quality import evaluation
     from fp4convert.quality.comparison import LETTERS
 
-    artifacts = [open_model(os.fspath(each), options.access()) for each in options.artifacts]
+    notes: list[list[str]] = [[] for _ in artifacts]
+
+    def tell(number: int, line: str) -> None:
+        notes[number - 1].append(line)
+        options.tell(f"{LETTERS[number - 1]}: {line}")
+
     source = _open_original(options, artifacts[0])
-    tasks = [_task(options, source, artifact, feed, phases) for artifact in artifacts]
-    for task in tasks:  # before any of them runs
-        with named(task.artifact.name):
-            side_by_side.check_models(task)
+    task = replace(_task(options, source, artifacts, feed, phases), tell=tell)
     found = []
-    for letter, task in zip(LETTERS, tasks, strict=False):
-        notes: list[str] = []
-
-        def tell(line: str, letter: str = letter, notes: list[str] = notes) -> None:
-            notes.append(line)
-            options.tell(f"{letter}: {line}")
-
-        with named(task.artifact.name):
-            measured = side_by_side.compare_models(replace(task, tell=tell))
-        usual = evaluation.find_usual(task.artifact, task.source)
+    for number, measured in enumerate(side_by_side.compare_models(task), 1):
+        usual = evaluation.find_usual(artifacts[number - 1], task.source)
         figures = evaluation.evaluate(measured, evaluation.EvaluationGate(), usual).as_json()
         if figures["tokens"] < FEW_TOKENS:
-            tell(f"{figures['tokens']} tokens were predicted, too few to rank by")
+            tell(number, f"{figures['tokens']} tokens were predicted, too few to rank by")
         silent = ("findings", "passed", "baseline", "digest")
         known = {key: value for key, value in figures.items() if key not in silent}
-        found.append({**known, "notes": notes})
+        found.append({**known, "notes": notes[number - 1]})
     return found
 
 
@@ -138,22 +135,23 @@ def _open_original(options: EvaluateOptions | CompareOptions, artifact: Source) 
 def _task(
     options: EvaluateOptions | CompareOptions,
     source: Source,
-    artifact: Source,
+    artifacts: Sequence[Source],
     feed: Feed,
     phases: Phases,
 ) -> Task:
     from fp4convert.calibration.side_by_side import Task
     from fp4convert.planning.tensor_parallel import pad_as_recorded
 
-    record = read_json(artifact, RECORD)
+    records = [read_json(artifact, RECORD) for artifact in artifacts]
+    record = next((one for one in records if ADAPTER in one), records[0])
     return Task(
         source=pad_as_recorded(record, source),
-        artifact=artifact,
+        artifacts=artifacts,
         feed=feed,
         device=options.device,
         held_nbytes=as_nbytes(options.hold),
         phases=phases,
-        tell=options.tell,
+        tell=lambda number, line: options.tell(line),
         adapter=_adapter_of(options, record),
         is_by_layer=options.by_layer,
     )

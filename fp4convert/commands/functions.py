@@ -567,7 +567,7 @@ def compare(
     report: Reference | None = None,
     phases: Phases | None = None,
 ) -> dict[str, Any]:
-    """Put artifacts of one source side by side.
+    """Rank artifacts and other tools' weights of one source.
 
     The command `compare`.
 
@@ -576,7 +576,8 @@ def compare(
     Raises   Fp4Error, as `inspect` does; InputError for fewer than two, for an artifact that is
              not sound, or of another source; with a text what `evaluate` raises
 
-    artifacts: Two or more artifacts of one model, in any formats and dialects.
+    artifacts: Two or more of one model: artifacts in any format and dialect, GGUF files, GPTQ, AWQ,
+        MLX's integers.
     source: The original checkpoint, to measure all against.
     lora: The LoRA adapter that --source was merged with, as quantize --lora had it.
     calibration: Measure output errors for the inputs that a calibration file recorded.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +49,7 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
     engines = () if options.engine is None else parse_engines(options.engine)
     phases = _begin(options)
     artifact = _open_first(options, options.artifact)
-    original = _open_recorded(options, artifact) if options.source else None
+    original = _open_recorded(options, artifact.record) if options.source else None
     description = inspection.inspect(artifact, original, options.full, phases, engines)
     if sarif:
         write_sarif(sarif, artifact, description["findings"])
@@ -80,7 +82,7 @@ def verify(options: VerifyOptions) -> Verified:
     engines = () if options.engine is None else parse_engines(options.engine)
     phases = _begin(options)
     artifact = _with_adapter(_open_first(options, options.artifact), options)
-    original = _open_recorded(options, artifact) if options.source else None
+    original = _open_recorded(options, artifact.record) if options.source else None
     errors = (options.min_sqnr, options.max_nmse, options.max_output_error)
     gate = verification.Gate(*errors, engines, as_path(options.public_key))
     verified, judged = verification.verify_judged(artifact, original, gate, known, phases)
@@ -94,7 +96,7 @@ def verify(options: VerifyOptions) -> Verified:
 
 @keeping_nothing()
 def compare(options: CompareOptions) -> dict[str, Any]:
-    """Put artifacts of one source side by side.
+    """Rank artifacts and other tools' weights of one source.
 
     The command `compare`.
 
@@ -123,7 +125,7 @@ def compare(options: CompareOptions) -> dict[str, Any]:
     phases = _begin(options)
     with uncollected():
         opened = _with_adapters([_open_first(options, each) for each in given], options)
-        source = _open_recorded(options, opened[0])
+        source = _open_recorded(options, opened[0].record)
         paddings = [artifact.record.get(PADDING) for artifact in opened]
         for at, padding in enumerate(paddings):
             if padding != paddings[0]:
@@ -135,7 +137,8 @@ def compare(options: CompareOptions) -> dict[str, Any]:
     if feed is not None:
         from fp4convert.commands.evaluation import predictions_of
 
-        predictions = predictions_of(options, feed, phases)
+        sources = [artifact.source for artifact in opened]
+        predictions = predictions_of(options, sources, feed, phases)
         phases.begin("headers")
     with uncollected():
         found = comparison.compare(paired, compared, phases, predictions)
@@ -200,16 +203,16 @@ def _with_adapters(artifacts: list[Artifact], options: CompareOptions) -> list[A
 
 
 def _open_recorded(
-    options: InspectOptions | VerifyOptions | CompareOptions, artifact: Artifact
+    options: InspectOptions | VerifyOptions | CompareOptions, record: Mapping[str, object]
 ) -> Source:
     """Open the source by its record: its commit, folder and zeros."""
     from fp4convert.planning.tensor_parallel import pad_as_recorded
 
     reference = os.fspath(options.source or "")
-    commit, folder = place_recorded(artifact.record, reference)
+    commit, folder = place_recorded(record, reference)
     access = replace(options.original_access(), revision=commit)
     source = open_original(reference, access, folder)
-    return pad_as_recorded(artifact.record, source)
+    return pad_as_recorded(record, source)
 
 
 def _open_first(
@@ -217,11 +220,16 @@ def _open_first(
 ) -> Artifact:
     """Open an artifact; InputError if it is swapped with, or is, its source.
 
-    One shard alone is for inspect.
+    One shard alone is for inspect, and weights of other tools for compare.
     """
-    given = options.source
+    given, name, access = options.source, os.fspath(reference), options.access()
     try:
-        artifact = open_artifact(os.fspath(reference), options.access())
+        if isinstance(options, CompareOptions):
+            from fp4convert.checkpoint.candidates import open_candidate
+
+            artifact = open_candidate(name, access, partial(_open_recorded, options, {}))
+        else:
+            artifact = open_artifact(name, access)
     except InputError as error:
         if error.code != "not-an-artifact" or given is None:
             raise

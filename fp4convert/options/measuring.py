@@ -142,18 +142,19 @@ class WindowOptions(TextOptions):
 
 @dataclass(eq=False, repr=False)
 class CompareOptions(WindowOptions):
-    """Show which of several artifacts is best, and by how much.
+    """Rank artifacts and other tools' weights beside their source.
 
-    All are measured against one source, tensor by tensor, and with a text by their predictions.
-    Exit code 6 when one of them is not of that source.
+    All are measured against one source: with a text by their predictions, which rank them, and
+    tensor by tensor. Exit code 6 when an artifact is not of that source.
 
-    Example: fp4convert compare ./M-NVFP4 ./M-MXFP4 --source ./M --report page.html
+    Example: fp4convert compare ./M-NVFP4 ./M-Q4_K_M.gguf --source ./M --text book.txt
     """
 
     artifacts: Annotated[
         Iterable[Reference],
         Option(
-            "Two or more artifacts of one model, in any formats and dialects.",
+            "Two or more of one model: artifacts in any format and dialect, GGUF files, GPTQ, AWQ,"
+            " MLX's integers.",
             is_argument=True,
             is_several=True,
         ),

@@ -53,6 +53,7 @@ LINEARS = HEADS | {
     *("qkv", "qkv_proj", "gate_up_proj", "c_attn", "c_proj", "linear_fc1", "linear_fc2"),
     *("q_a_proj", "q_b_proj", "kv_b_proj", "in_proj_qkv", "in_proj_qkvz", "in_proj_z"),
 }
+UNKNOWN = "unknown to fp4convert: nobody tried it"  # whether an engine loads it
 # Findings that a source refutes where its values fit.
 GUESSED = ("scale-dtype", "global-scale-reciprocal", "global-scale-range")
 
@@ -76,6 +77,11 @@ class Judged(NamedTuple):
 def is_healthy(findings: Sequence[Finding]) -> bool:
     """Tell whether no finding is an error."""
     return all(finding.level != "error" for finding in findings)
+
+
+def fault_word(codes: Iterable[str], word: str) -> str:
+    """Return the word for errors of these codes; the unknown is no fault."""
+    return UNKNOWN if set(codes) == {"engine-unknown"} else word
 
 
 def judge(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.checkpoint.artifact import is_artifact, read_artifact, read_clues
+from fp4convert.checkpoint.artifact import Artifact, is_artifact, read_artifact, read_clues
 from fp4convert.checkpoint.missing_parts import GENERATING, class_of
 from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.formats import GPTQ, IMPORTANCE, NVFP4, RTN
@@ -63,12 +63,41 @@ class UsualLoss(NamedTuple):
     source: str
 
 
+class UsualSqnr(NamedTuple):
+    """What weights of a format usually keep, in dB: another row of that file.
+
+    by   the scale rule, or gptq
+    low  of one layer: below it one looks closer
+    """
+
+    format: str
+    by: str
+    db: float
+    low: float
+
+    @property
+    def words(self) -> str:
+        return f"usual of {self.format} by {self.by} are {self.db:g} dB, low is {self.low:g} dB"
+
+
 @cache
 def usual_losses() -> tuple[UsualLoss, ...]:
-    """Read configs/usual_losses.toml."""
+    """Read the losses of predictions in configs/usual_losses.toml."""
+    return tuple(UsualLoss(**row) for row in _read_usual()["row"])
+
+
+def _read_usual() -> dict[str, Any]:
     file = files("fp4convert").joinpath("configs", "usual_losses.toml")
-    rows = tomllib.loads(file.read_text(encoding="utf-8"))["row"]
-    return tuple(UsualLoss(**row) for row in rows)
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def find_usual_sqnr(artifact: Artifact) -> UsualSqnr | None:
+    """Find the usual SQNR of our artifact in one format, if it is known."""
+    formats = {one.form.format.name for one in artifact.packed.values()}
+    method, rule = (artifact.record.get(key) for key in ("method", "scale_rule"))
+    by = method if method == GPTQ else rule
+    rows = (UsualSqnr(**row) for row in _read_usual()["sqnr"])
+    return next((row for row in rows if formats == {row.format} and row.by == by), None)
 
 
 def find_usual(artifact: Source, source: Source) -> UsualLoss | None:

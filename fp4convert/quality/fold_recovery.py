@@ -46,6 +46,8 @@ def fold_originals(artifact: Artifact, source: Source) -> Linears:
     Raises   InputError for recorded folds that the source cannot have
     """
     originals = originals_of(artifact, source)
+    if artifact.foreign:  # whose records name no change
+        return originals
     if artifact.adapter:  # beside which there are no folds
         originals = merge_adapter(originals, artifact.adapter, source.checkpoint)
     if table := artifact.spelling.TRAITS.correction:

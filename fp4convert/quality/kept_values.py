@@ -90,6 +90,8 @@ def own_names(artifact: Artifact) -> set[str]:
         for module in artifact.packed.values()
         for ref in (*module.refs, *module.companions)
     }
+    if artifact.foreign:
+        return {ref.name for one in artifact.foreign.values() for ref in (*one.refs, *one.idle)}
     names |= {ref.name for linear in find_affine(artifact.clues).values() for ref in linear.refs}
     names |= {name for name, ref in artifact.tensors.items() if is_mark(ref)}
     return names | artifact.cache_scales.keys()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.error_report import source_dtypes
 from fp4convert.checkpoint.linears import Linears, linears_stored
 from fp4convert.checkpoint.record import ADAPTER, DECODED, describe_adapter
-from fp4convert.errors import Finding, InputError
+from fp4convert.errors import Finding, InputError, named
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_doubles, as_matrix
 from fp4convert.numerics.error_sums import Sums, count_codes
@@ -122,7 +122,8 @@ def measure(
     counts = np.zeros(0 if coded is None else CODES, np.int64)
     max_abs = output = 0.0
     width = coded.format.block_size if coded else weights.shape[1]
-    places = OddPlaces(weights.shape[1], width, artifact.record.get("method") == "gptq")
+    is_placed = artifact.record.get("method") == "gptq" or bool(artifact.foreign)
+    places = OddPlaces(weights.shape[1], width, is_placed)
     dtype = pair.theirs.refs[0].dtype
     stem = artifact.modules[module].stem if module in artifact.modules else module
     if coded and blocks and not inputs and (whole := places.sum_by_rows(weights, coded)):
@@ -208,59 +209,42 @@ class SourcePairs(NamedTuple):
 
         phases  receives the progress, as the phase `verb`
         """
-        findings = list(self.findings)
-        # Tensors of the source that the artifact holds as they are: all that no pair replaces.
+        (found,) = compare_all([self], phases, verb)
+        return found
+
+    def _find_copied(self) -> list[TensorRef]:
+        """Find the source's tensors that the artifact holds as they are.
+
+        These are all that no pair replaces.
+        """
         replaced = {ref.name for ref in self.originals.idle}
-        own = own_names(self.artifact)
-        for ours, theirs in self.pairs:
+        for _, theirs in self.pairs:
             replaced.update(ref.name for ref in (theirs.home, *theirs.refs, *theirs.idle))
-            own.update(ref.name for ref in (*ours.refs, *ours.idle))
-        copied = [ref for ref in self.source.checkpoint.tensors if ref.name not in replaced]
-        for name in sorted(self.artifact.tensors.keys() - own - {ref.name for ref in copied}):
+        return [ref for ref in self.source.checkpoint.tensors if ref.name not in replaced]
+
+    def _find_added(self, copied: Collection[TensorRef]) -> Iterator[Finding]:
+        """Find the artifact's tensors that come from none of the source."""
+        known = own_names(self.artifact) | {ref.name for ref in copied}
+        for ours, _ in self.pairs:
+            known.update(ref.name for ref in (*ours.refs, *ours.idle))
+        for name in sorted(self.artifact.tensors.keys() - known):
             detail = "it comes from no tensor of the source"
-            findings.append(Finding("error", "tensor-foreign", name, detail))
-        nbytes = sum(ref.nbytes for ref in copied)
-        phases.begin(verb, nbytes + sum(pair.theirs.nbytes for pair in self.pairs))
+            yield Finding("error", "tensor-foreign", name, detail)
 
-        def check_kept(ref: TensorRef) -> Finding | None:
-            finding = self._check_kept(ref)
-            phases.report(ref.name, ref.nbytes)
-            return finding
+    def _measure_pair(self, pair: Pair) -> Distance:
+        inputs = None
+        if self.has_outputs and pair.ours.coding.is_packed:
+            inputs = Inputs.of(self.calibration, pair.theirs.module)
+        return measure(self.artifact, self.source, pair, inputs)
 
-        def measure_pair(pair: Pair) -> Distance:
-            inputs = None
-            if self.has_outputs and pair.ours.coding.is_packed:
-                inputs = Inputs.of(self.calibration, pair.theirs.module)
-            distance = measure(self.artifact, self.source, pair, inputs)
-            phases.report(pair.theirs.name, pair.theirs.nbytes)
-            return distance
+    def _find_folded(self) -> tuple[set[str], Mapping[str, str]]:
+        """Find modules with folded columns, and the dtypes of their source.
 
-        # File by file: first kept tensors, then pairs. Folded columns have the nearest codes of the
-        # rounded weights, not of an original of them.
+        They have the nearest codes of the rounded weights, not of an original of them.
+        """
         folded = {pair.ours.module for pair in self.pairs if pair.theirs.coding.foldings}
         folded &= self.artifact.modules.keys()
-        dtypes = source_dtypes(self.artifact) if folded else {}
-        found: dict[str, Distance] = {}
-        for shard in self.source.checkpoint.shards:
-            here = [pair for pair in self.pairs if pair.theirs.refs[0].file == shard.file]
-            threads = ThreadPoolExecutor(processors())
-            stops = stopping(self.source, self.artifact.source)
-            with self.source.stream(shard.file), threads as pool, stops:
-                kept = (check_kept(ref) for ref in copied if ref.file == shard.file)
-                findings += (finding for finding in kept if finding)
-                for pair, distance in zip(here, pool.map(measure_pair, here), strict=True):
-                    if pair.ours.coding.is_packed:
-                        found[pair.theirs.name] = distance
-                        is_own = dtypes.get(distance.stem, distance.dtype) == distance.dtype
-                        if pair.ours.module in folded and is_own:
-                            blocks = self.artifact.decode(pair.ours.module)
-                            findings += check_columns(blocks, *pair, self.source)
-                    elif distance.sums.max_abs != 0:
-                        detail = "it was kept, but its values are not the source's"
-                        name = pair.ours.refs[0].name
-                        findings.append(Finding("error", "kept-differs", name, detail))
-        names = [pair.theirs.name for pair in self.pairs]
-        return {name: found[name] for name in names if name in found}, findings
+        return folded, source_dtypes(self.artifact) if folded else {}
 
     def _check_kept(self, ref: TensorRef) -> Finding | None:
         """Check that the artifact holds a tensor as the source does."""
@@ -269,7 +253,8 @@ class SourcePairs(NamedTuple):
             return check_vector(artifact, self.originals.vectors[ref.name], source)
         kept = artifact.tensors.get(ref.name)
         decoded = artifact.record.get(DECODED)
-        if kept and isinstance(decoded, list) and ref.name in decoded:
+        is_decoded = isinstance(decoded, list) and ref.name in decoded
+        if kept and (is_decoded or artifact.foreign):
             return self._check_decoded(kept, ref)
         kinds = {(ref.dtype, ref.shape)}
         word = artifact.record.get("keep_dtype")
@@ -310,8 +295,70 @@ class SourcePairs(NamedTuple):
             noise, signal = noise + float(np.sum((x - y) ** 2)), signal + float(np.sum(x**2))
         if is_whole and noise <= DIFFERENT * signal:
             return None
-        detail = "it was decoded from another format, and its values are not near the source's"
+        detail = "it has another dtype or format, and its values are not near the source's"
         return Finding("error", "kept-differs", ref.name, detail)
+
+
+def compare_all(
+    every: Sequence[SourcePairs], phases: Phases, verb: str = "compare"
+) -> list[tuple[dict[str, Distance], list[Finding]]]:
+    """Compare artifacts with the source of all, which is read once.
+
+    phases   receives the progress, as the phase `verb`
+    Returns  what SourcePairs.compare returns, of each
+    """
+    copied = [one._find_copied() for one in every]
+    folded = [one._find_folded() for one in every]
+    findings = [
+        [*one.findings, *one._find_added(refs)] for one, refs in zip(every, copied, strict=True)
+    ]
+    found: list[dict[str, Distance]] = [{} for _ in every]
+    nbytes = sum(ref.nbytes for refs in copied for ref in refs)
+    phases.begin(verb, nbytes + sum(pair.theirs.nbytes for one in every for pair in one.pairs))
+
+    def compare_shard(at: int, file: str, pool: ThreadPoolExecutor) -> None:
+        """Compare the kept tensors of a shard with an artifact, then its pairs."""
+        one, (modules, dtypes) = every[at], folded[at]
+
+        def check_kept(ref: TensorRef) -> Finding | None:
+            finding = one._check_kept(ref)
+            phases.report(ref.name, ref.nbytes)
+            return finding
+
+        def measure_pair(pair: Pair) -> Distance:
+            distance = one._measure_pair(pair)
+            phases.report(pair.theirs.name, pair.theirs.nbytes)
+            return distance
+
+        here = [pair for pair in one.pairs if pair.theirs.refs[0].file == file]
+        kept = (check_kept(ref) for ref in copied[at] if ref.file == file)
+        findings[at] += (finding for finding in kept if finding)
+        for pair, distance in zip(here, pool.map(measure_pair, here), strict=True):
+            if pair.ours.coding.is_packed:
+                found[at][pair.theirs.name] = distance
+                is_own = dtypes.get(distance.stem, distance.dtype) == distance.dtype
+                if pair.ours.module in modules and is_own:
+                    blocks = one.artifact.decode(pair.ours.module)
+                    findings[at] += check_columns(blocks, *pair, one.source)
+            elif distance.sums.max_abs != 0:
+                detail = "it was kept, but its values are not the source's"
+                findings[at].append(
+                    Finding("error", "kept-differs", pair.ours.refs[0].name, detail)
+                )
+
+    source, is_alone = every[0].source, len(every) == 1
+    for shard in source.checkpoint.shards:
+        threads = ThreadPoolExecutor(processors())
+        stops = stopping(source, *(one.artifact.source for one in every))
+        with source.stream(shard.file), threads as pool, stops:
+            for at, one in enumerate(every):
+                with named("" if is_alone else one.artifact.source.name):
+                    compare_shard(at, shard.file, pool)
+    ordered = [
+        {pair.theirs.name: own[pair.theirs.name] for pair in one.pairs if pair.theirs.name in own}
+        for one, own in zip(every, found, strict=True)
+    ]
+    return list(zip(ordered, findings, strict=True))
 
 
 def _elements(ref: TensorRef) -> int:

@@ -16,8 +16,16 @@ from fp4convert.engines.files import EngineAt
 from fp4convert.errors import Finding, InputError
 from fp4convert.numerics.error_sums import summarise
 from fp4convert.progress import Phases
-from fp4convert.quality.checks import Judged, check_headers, choose_modules, is_healthy, judge
+from fp4convert.quality.checks import (
+    Judged,
+    check_headers,
+    choose_modules,
+    fault_word,
+    is_healthy,
+    judge,
+)
 from fp4convert.quality.engine_check import check_engines
+from fp4convert.quality.evaluation import find_usual_sqnr
 from fp4convert.quality.kept_values import check_kept
 from fp4convert.quality.record_checks import (
     check_codes,
@@ -124,6 +132,7 @@ class Verified:
     checked  counts of hashed files, modules with scales, and compared tensors; the source, the
              result for the signature, and whether a gate was set
     verdict  a sentence, if the source is another model's
+    usual    the UsualSqnr of such an artifact, if it is known
     """
 
     tensors: tuple[TensorError, ...]
@@ -135,6 +144,7 @@ class Verified:
     calibration: str | None = None
     checked: dict[str, Any] = field(default_factory=dict)
     verdict: str | None = None
+    usual: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
         """Say the verdict in a line, for the end of a notebook's cell."""
@@ -151,7 +161,7 @@ class Verified:
     def words(self) -> str:
         """Say the verdict for a person: nothing passes where no gate was set."""
         if not self.passed:
-            return "failed"
+            return fault_word((one.code for one in self.findings if one.level == "error"), "failed")
         return "passed" if self.checked.get("gated") else NO_FAULT
 
     def as_json(self) -> dict[str, Any]:
@@ -239,6 +249,7 @@ def verify_judged(
             "signature": signature,
         },
         verdict=None if pairs is None else _name_other_source(pairs, judged, distances),
+        usual=usual._asdict() if (usual := find_usual_sqnr(artifact)) else None,
     )
     return verified, judged
 

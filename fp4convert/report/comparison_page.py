@@ -37,6 +37,7 @@ FIGURES = Paper("--report", "FILE.html", f'{{\n  "producer": "{PRODUCER}",\n')
 MOST_CHARTS = 24
 # Signs that a spreadsheet takes for the beginning of a formula, wide ones among them.
 FORMULAS = tuple("=+-@\uff1d\uff0b\uff0d\uff20")
+Row = tuple[str, list[str], list[int]]  # a word, the cells of artifacts, the places of the best
 # What the table of layers shows, and how: key, words, kind, digits, and whether the most is best.
 METRICS = (
     ("output_error", "output error", "share", 0, False),
@@ -105,7 +106,9 @@ def make_table(found: Document) -> str:
 def make_sheet(found: Document) -> Document:
     """Return the keys that page/comparison.js reads."""
     sides, rows = found["artifacts"], found["tensors"]
-    has_failed, unfair = found["passed"] is False, _why_unfair(found)
+    verdict, unfair = found["verdict"], _why_unfair(found)
+    word = {"kl": "ranked by KL", "output_error": "ranked by output error"}.get(verdict["by"])
+    word = word or ("failed" if found["passed"] is False else "not ranked")
     findings = [
         {**each, "lead": f"{letter}: {each['lead']}"}
         for letter, side in sides.items()
@@ -121,11 +124,9 @@ def make_sheet(found: Document) -> Document:
     has_kl = None not in kl
     sheet = {
         "title": f"{len(sides)} artifacts of {found['source']}",
-        "verdict": {
-            "is_good": not has_failed,
-            "words": f"{'failed' if has_failed else 'of one source'}{levels}",
-        },
-        "about": f"{found['totals']['compared']:,} linear layers; inputs: {found['inputs']}",
+        "verdict": {"is_good": found["passed"], "words": f"{word}{levels}"},
+        "about": f"{verdict['words']}. {found['totals']['compared']:,} linear layers;"
+        f" their inputs: {found['inputs']}.",
         "artifacts": [
             {
                 "letter": letter,
@@ -136,8 +137,9 @@ def make_sheet(found: Document) -> Document:
             }
             for (letter, side), mean in zip(sides.items(), kl, strict=True)
         ],
-        "rows": _rows(sides, not unfair),
-        "fairness": f"No means are ranked: {unfair}." if unfair else "",
+        "rows": _rows(found, verdict["by"] == "output_error" and not unfair),
+        "fairness": f"No means of layers are ranked: {unfair}." if unfair else "",
+        "is_ranked": verdict["by"] == "output_error",
         "against": {
             "key": "kl" if has_kl else "output_error",
             "word": "mean KL, nats" if has_kl else "output error",
@@ -163,7 +165,7 @@ def make_sheet(found: Document) -> Document:
 
 
 def _why_unfair(found: Document) -> str:
-    """Return the reason why no means are ranked; "" if they are."""
+    """Return the reason why no means of layers are ranked; "" if they are."""
     if found["passed"] is False:
         return "an artifact has failed, as the findings say"
     held = [one for row in found["tensors"] for one in row["held"].values()]
@@ -180,57 +182,75 @@ def _column(rows: list[Document], letter: str, key: str) -> list[Any]:
     return [round_figure(value) for value in values]
 
 
-def _rows(sides: Document, is_fair: bool) -> list[tuple[str, list[str], list[int]]]:
-    """List the properties and losses of artifacts.
+def _rows(found: Document, is_fair: bool) -> list[Row]:
+    """List the properties and losses of artifacts; closeness is ranked.
 
-    is_fair  means can be ranked
-    Returns  rows of a word, the cells of artifacts, and the places of the best ones
+    is_fair  means of layers can be ranked
     """
-    every = list(sides.values())
-    rows: list[tuple[str, list[str], list[int]]] = []
+    every = list(found["artifacts"].values())
 
-    def tell(word: str, cells: Iterable[str]) -> None:
-        rows.append((word, list(cells), []))
+    def tell(word: str, key: str, form: str, is_ranked: bool = False, is_most: bool = False) -> Row:
+        return _ranked(word, [side[key] for side in every], form, is_ranked, is_most)
 
-    def rank(word: str, values: Sequence[float | None], form: str, is_most: bool = False) -> None:
-        """Return the cells of a figure and the best places; "-" if unknown."""
-        known = [value for value in values if value is not None]
-        if not known:
-            return
-        best = max(known) if is_most else min(known)
-        # One that lost nothing has no SQNR: what is not known is not worse.
-        is_ranked = is_fair and len(known) == len(values)
-        places = [
-            at for at, value in enumerate(known) if is_ranked and comparison.is_alike(value, best)
-        ]
-        cells = [format(value, form) if value is not None else "-" for value in values]
-        cells = [cell.replace("%", " %") for cell in cells]
-        rows.append((word, cells, places if len(places) < len(values) else []))
-
-    tell("formats", (", ".join(side["formats"]) or "none" for side in every))
-    tell("dialect", (str(side["dialect"]) for side in every))
-    tell("scale rule", (str(side["scale_rule"] or "-") for side in every))
-    rank("bits per weight", [side["bits_per_weight"] for side in every], ".3f")
-    tell("files", (size_text(side["bytes"]) for side in every))
-    tell("quantized layers", (f"{side['quantized']:,}" for side in every))
-    rank("output error", [side["output_error"] for side in every], ".3%")
-    rank("SQNR, mean dB", [side["sqnr_db_mean"] for side in every], ".2f", is_most=True)
-    rank("SQNR, least dB", [side["sqnr_db_min"] for side in every], ".2f", is_most=True)
-    rank("best on, layers", [side["best"] for side in every], ",d", is_most=True)
-    if all("predictions" in side for side in every):
+    rows = [
+        ("formats", [", ".join(side["formats"]) or "none" for side in every], []),
+        ("dialect", [str(side["dialect"]) for side in every], []),
+        ("scale rule", [str(side["scale_rule"] or "-") for side in every], []),
+        tell("bits per weight", "bits_per_weight", ".3f"),
+        tell("of quantized weights", "bits_quantized", ".3f"),
+        ("files", [size_text(side["bytes"]) for side in every], []),
+        tell("quantized layers", "quantized", ",d"),
+        tell("output error", "output_error", ".3%", is_fair),
+        tell("SQNR, mean dB", "sqnr_db_mean", ".2f", is_fair, True),
+        tell("SQNR, least dB", "sqnr_db_min", ".2f", is_fair, True),
+        *([tell("best on, layers", "best", ",d", is_fair, True)] if is_fair else []),
+    ]
+    if ranking := found["verdict"]["ranking"]:
+        is_ranked = found["verdict"]["by"] == "kl"
         known = [side["predictions"] for side in every]
-        rank("mean KL, nats", [each["kl"]["mean"] for each in known], ".5f")
-        rank("KL, 99.9th percentile", [each["kl"]["p999"] for each in known], ".4f")
-        tell("grade", (each["grade"] for each in known))
-        rank("top-1", [each["top1"] for each in known], ".2%", is_most=True)
-        rank("perplexity", [each["ppl"]["artifact"] for each in known], ".4f")
-        tell("perplexity of the source", (f"{each['ppl']['source']:.4f}" for each in known))
-        tell("text", (f"{each['tokens']:,} tokens" for each in known))
-        tell("activations", (f"{each['activations']}-bit" for each in known))
-        tell("KV cache", (each["kv_cache"] or "16-bit" for each in known))
+        steps = {one["letter"]: _step(one) for one in ranking}
+        rows += [
+            _ranked("mean KL, nats", [each["kl"]["mean"] for each in known], ".5f", is_ranked),
+            ("KL over the next closer one's", [steps[letter] for letter in found["artifacts"]], []),
+            ("KL, 99.9th percentile", [f"{each['kl']['p999']:.4f}" for each in known], []),
+            ("grade", [each["grade"] for each in known], []),
+            _ranked("top-1", [each["top1"] for each in known], ".2%", is_ranked, is_most=True),
+            ("perplexity", [f"{each['ppl']['artifact']:.4f}" for each in known], []),
+            ("perplexity of the source", [f"{each['ppl']['source']:.4f}" for each in known], []),
+            ("text", [f"{each['tokens']:,} tokens" for each in known], []),
+            ("activations", [f"{each['activations']}-bit" for each in known], []),
+            ("KV cache", [each["kv_cache"] or "16-bit" for each in known], []),
+        ]
         if any(each["notes"] for each in known):
-            tell("known", ("; ".join(each["notes"]) or "-" for each in known))
+            rows.append(("known", ["; ".join(each["notes"]) or "-" for each in known], []))
     return rows
+
+
+def _ranked(
+    word: str,
+    values: Sequence[float | None],
+    form: str,
+    is_ranked: bool,
+    is_most: bool = False,
+) -> Row:
+    """Return the row of a figure; one that is not known is "-"."""
+    known = [value for value in values if value is not None]
+    cells = ["-" if value is None else format(value, form).replace("%", " %") for value in values]
+    # One that lost nothing has no SQNR: what is not known is not worse.
+    if not is_ranked or len(known) < len(values):
+        return word, cells, []
+    best = max(known) if is_most else min(known)
+    places = [at for at, value in enumerate(known) if comparison.is_alike(value, best)]
+    return word, cells, places if len(places) < len(values) else []
+
+
+def _step(ranked: Document) -> str:
+    """Return the paired difference to the artifact one place closer."""
+    if ranked["difference"] is None:
+        return "closest"
+    error = ranked["difference_se"]
+    words = f"{ranked['difference']:+.2g}{'' if error is None else f' ± {error:.2g}'}"
+    return f"{words}: alike" if ranked["is_alike"] else words
 
 
 def _charts(found: Document) -> list[Document]:

@@ -32,8 +32,8 @@ from fp4convert.numerics.codec import as_doubles, decode_e2m1
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.matrices import Weights, row_panels
 from fp4convert.progress import Phases, size_text
-from fp4convert.quality.checks import Judged, choose_modules, judge
-from fp4convert.quality.evaluation import NO_GATE
+from fp4convert.quality.checks import Judged, choose_modules, fault_word, judge
+from fp4convert.quality.evaluation import NO_GATE, find_usual_sqnr
 from fp4convert.quality.fold_recovery import fold_originals
 from fp4convert.quality.inspection import describe, describe_judged
 from fp4convert.quality.scale_checks import are_equal, find_shared_scales
@@ -111,13 +111,16 @@ def make_datasheet(
         how_many, most = len(verified.tensors), most_lines(verified.verdict)
     else:
         described = describe_judged(artifact, judged)
-        is_good, words = described["healthy"], "healthy" if described["healthy"] else "not healthy"
         findings = described["findings"]
+        errors_found = [one["code"] for one in findings if one["level"] == "error"]
+        is_good = described["healthy"]
+        words = "healthy" if is_good else fault_word(errors_found, "not healthy")
         how_many, most = 0, MOST_ALIKE
         if evaluated:
             is_good = is_good and evaluated["passed"]
             words = {None: NO_GATE, True: "passed", False: "failed"}[is_good]
             findings = [*findings, *evaluated["findings"]]
+    usual = find_usual_sqnr(artifact)
     document = {
         "title": artifact.source.name,
         "verdict": {"is_good": is_good, "words": f"{words}{count_levels(findings)}"},
@@ -129,6 +132,7 @@ def make_datasheet(
             for form in described.get("forms", [described])
         ],
         "evidence": {"how": how, "words": _evidence(artifact, verified, how)},
+        "usual": {"db": usual.db, "words": usual.words} if usual and how else None,
         **_tensors(artifact, errors),
         "worst": _worst(artifact, source, errors),
         # of codes without their sign

@@ -96,8 +96,8 @@ def artifact_rows(artifact: Document) -> dict[str, str]:
     """
     layout = artifact["scale_layout"]
     declared = f"{layout['declared']} (declared)" if layout["declared"] else "undeclared"
-    detected = f"{layout['detected']} (detected)" if layout["detected"] else "unknown by statistics"
-    order = f"{declared}, {detected}"
+    # Small matrices and smooth weights show no order: that says nothing against the declared one.
+    order = f"{declared}, {layout['detected']} (detected)" if layout["detected"] else declared
     if "forms" in artifact:
         rows = {"format": artifact["format"]}
         for number, form in enumerate(artifact["forms"], 1):

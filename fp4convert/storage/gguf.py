@@ -315,6 +315,9 @@ BLOCK_TYPES = {  # that are read; MXFP4 and NVFP4 are the dialect's
     **{"Q5_0": BlockType(32, 22), "Q5_1": BlockType(32, 24), Q8_0: BlockType(32, 34)},
     **{"Q2_K": BlockType(256, 84), "Q3_K": BlockType(256, 110), "Q4_K": BlockType(256, 144)},
     **{"Q5_K": BlockType(256, 176), "Q6_K": BlockType(256, 210)},
+    **{"IQ4_NL": BlockType(32, 18), "IQ4_XS": BlockType(256, 136), "IQ3_S": BlockType(256, 110)},
+    **{"IQ3_XXS": BlockType(256, 98), "IQ2_S": BlockType(256, 82), "IQ2_XS": BlockType(256, 74)},
+    **{"IQ2_XXS": BlockType(256, 66), "IQ1_S": BlockType(256, 50)},
 }
 
 

@@ -42,7 +42,8 @@ def test_two_artifacts_are_ranked_by_predictions(own: bool, tmp_path: Path) -> N
         assert both[name] == {key: alone[key] for key in both[name]}
     assert both["b"]["kl"]["mean"] < both["a"]["kl"]["mean"]
     shown = run("compare", *paths, paths[0], *window, *feed)
-    assert "mean KL divergence, least first: b < a = c" in shown.out
+    words = r"closest to the source by KL: b \(.*\) [<=] a \(.*\) = c \(.*\); both smaller and"
+    assert re.match(words, shown.out)
 
 
 def test_what_each_layer_costs_is_beside_the_others(tmp_path: Path) -> None:

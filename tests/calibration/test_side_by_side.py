@@ -409,5 +409,4 @@ def test_names_of_another_kind_are_refused(tmp_path: Path, text: Path) -> None:
 
     source = make_model(tmp_path / "m", "Llama")
     refused = evaluate(write_donor(tmp_path / "x.gguf", model()), source, text)
-    assert (refused.code, refused.json["error"]["code"]) == (2, "evaluate-model")
-    assert "GGUF has names of its own" in refused.json["error"]["next"]
+    assert (refused.code, refused.json["error"]["code"]) == (2, "gguf-config")

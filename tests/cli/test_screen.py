@@ -279,7 +279,7 @@ def test_a_drawn_artifact_tells_layout_scales_and_health(tmp_path):
         "format          nvfp4: fp4_e2m1 codes, 16 to a block, fp8_e4m3 block scales",
         "dialect         compressed-tensors",
         "global scale    fp32, stored as a divisor",
-        "scale layout    linear (declared), unknown by statistics",
+        "scale layout    linear (declared)",
         "nibble order    low_first",
         "activations     16 bits",
         "tensors         7 quantized, 4 other",
@@ -322,8 +322,9 @@ def test_a_drawn_verification_shows_the_worst_tensors_first(pair):
         f"{entry['sqnr_db']:.2f}" for entry in worst
     ]
     assert lines[6].startswith("7 tensors: SQNR mean ")
-    assert lines[7].startswith("recorded when it was quantized: SQNR 21.")
-    assert lines[8:] == [
+    assert lines[7] == "usual of nvfp4 by mse are 21.8 dB, low is 20 dB"
+    assert lines[8].startswith("recorded when it was quantized: SQNR 21.")
+    assert lines[9:] == [
         "no fault found, no gate was set: 4 files hashed, scales of 7 modules read, 7 tensors"
         " compared with source"
     ]

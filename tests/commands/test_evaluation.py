@@ -69,7 +69,7 @@ def test_a_broken_artifact_is_damaged_and_every_place_says_so(
         assert (gated.code, gated.json["passed"]) == ((0, True), (6, False))[grade == "damaged"]
     words = ("--text", tmp_path / "text.txt", "--sequence-length", LENGTH)
     both = run("compare", sound, artifact, "--source", source, *words)
-    assert re.search(r"^grade +as usual +damaged$", both.out, re.MULTILINE)
+    assert re.search(r"^a .* as usual *\nb .* damaged *$", both.out, re.MULTILINE)
 
 
 def test_without_a_row_nothing_is_graded(source: Path, tmp_path: Path) -> None:

@@ -21,7 +21,10 @@ MODULES = 7
 WIDE = 256  # columns of a block of Q4_K and its kin
 EMBEDDING, HEAD, NORM = "token_embd.weight", "output.weight", "blk.0.attn_norm.weight"
 ROUTER = "blk.0.ffn_gate_inp.weight"
-READ = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+READ = (
+    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S"),
+)
 
 
 def read(path: Path) -> dict[str, gguf.ReaderTensor]:
@@ -187,7 +190,7 @@ def blocks(kind: str, shape: tuple[int, ...]) -> np.ndarray:
     """Bytes of that type: the package's own, or random ones whose fp16 numbers are small."""
     stored = gguf.GGMLQuantizationType[kind]
     random = np.random.default_rng(11)
-    if not kind.endswith("_K"):
+    if not kind.endswith("_K") and not kind.startswith("IQ"):
         return quantize(random.normal(size=shape).astype(np.float32), stored)
     size, nbytes = gguf.GGML_QUANT_SIZES[stored]
     data = random.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), np.uint8)
@@ -253,9 +256,9 @@ def test_sources_of_that_type_are_quantized_as_their_values(
 
 
 def test_a_type_that_is_not_read_is_told_with_all_that_are(tmp_path: Path) -> None:
-    source = write_donor(tmp_path / "m.gguf", model(), "IQ4_NL")
+    source = write_donor(tmp_path / "m.gguf", model(), "Q8_1")
     words = ("quantize", source, "--format", "nvfp4", "--dialect", "gguf", "--dry-run", "--json")
-    told, _, listed = run(*words).json["error"]["message"].partition("IQ4_NL, not one of ")
+    told, _, listed = run(*words).json["error"]["message"].partition("Q8_1, not one of ")
     assert told
     for kind in ("BF16", "F16", "F32", *READ):
         assert kind in listed

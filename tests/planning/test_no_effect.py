@@ -125,7 +125,7 @@ def test_an_include_that_quantizes_nothing(words, message, tmp_path):
 def test_the_next_step_of_an_empty_plan_is_that_of_its_reason(tmp_path):
     source = write_single(tmp_path / "m", {f"{LAYER}.self_attn.o_proj.weight": weight()})
     assert refuse(source, tmp_path, "--exclude", "*")["next"].startswith("Exclude fewer")
-    packed = write_donor(tmp_path / "q.gguf", model(), kind="IQ4_NL")
+    packed = write_donor(tmp_path / "q.gguf", model(), kind="Q8_1")
     error = refuse(packed, tmp_path, "--dialect", "gguf", fmt="mxfp4")
     assert (error["code"], "original weights" in error["next"]) == ("no-linears", True)
 

@@ -103,6 +103,18 @@ def test_what_the_engine_does_not_load_is_an_error(made, command, asked, code, l
     assert all(one["detail"].startswith(why) for one in found)
 
 
+def test_what_nobody_tried_is_no_fault(made):
+    """Another version than any that was tried is unknown; one that fails is a fault."""
+    out = made(write_moe, "--format", "nvfp4")
+    for command, fault in (("inspect", "not healthy"), ("verify", "failed")):
+        for asked, word in (
+            ("vllm:0.30", "unknown to fp4convert: nobody tried it"),
+            ("mlx", fault),
+        ):
+            told = run(command, out, "--for", asked)
+            assert (told.code, told.out.splitlines()[-1]) == (6, word)
+
+
 def test_what_has_errors_loads_nowhere(made):
     out = made(write_llama, "--format", "nvfp4")
     config = json.loads((out / "config.json").read_text())

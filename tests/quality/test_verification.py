@@ -60,7 +60,8 @@ def errors_of(document: dict) -> set[tuple[str, str | None]]:
 def test_a_sound_artifact_passes(format, dialect, source, artifact):
     folder = artifact(format, dialect)
     document = verify(folder)
-    checked = document.pop("checked")
+    checked, usual = document.pop("checked"), document.pop("usual")
+    assert (usual["db"], usual["low"]) == {"nvfp4": (21.8, 20.0), "mxfp4": (18.9, 18.0)}[format]
     assert document == {
         "tensors": [],
         "summary": {"sqnr_db_min": None, "sqnr_db_mean": None, "nmse": None, "worst": None},
@@ -71,6 +72,8 @@ def test_a_sound_artifact_passes(format, dialect, source, artifact):
     }
     measured = verify(folder, "--source", source)
     assert (measured["findings"], measured["verdict"]) == ([], None)
+    told = run("verify", folder, "--source", source).out
+    assert f"are {usual['db']:g} dB, low is {usual['low']:g} dB" in told
     assert min(checked["files"], checked["modules"]) > 0
     assert checked == measured["checked"] | {"tensors": 0, "source": None}
     assert measured["checked"]["tensors"] == len(measured["tensors"]) > 0

@@ -56,7 +56,7 @@ def test_it_fits_a_screen(tab, page, width, scheme):
     assert all(0 < drawn <= room for room, drawn in boxes)
 
 
-def test_every_artifact_is_told_with_the_best_of_each_row(tab, page):
+def test_every_artifact_is_told_and_random_inputs_colour_none(tab, page):
     tab.open(page)
     assert tab.texts("#glance th") == ["", "an", "bm", "cf", "damax"]
     rows = dict(
@@ -68,13 +68,9 @@ def test_every_artifact_is_told_with_the_best_of_each_row(tab, page):
     )
     sides = figures(page)["artifacts"].values()
     errors = [side["output_error"] for side in sides]
-    assert rows["output error"] == [
-        [f"{100 * error:.3f} %", "best" if error == min(errors) else ""] for error in errors
-    ]
-    bits = [side["bits_per_weight"] for side in sides]
-    assert [cell for _, cell in rows["bits per weight"]] == [
-        "best" if each == min(bits) else "" for each in bits
-    ]
+    assert rows["output error"] == [[f"{100 * error:.3f} %", ""] for error in errors]
+    assert tab.value("document.querySelectorAll('.best').length") == 0, "inputs are random"
+    assert tab.text("#about").startswith("cannot be ranked without --text FILE: ")
 
 
 def test_lines_are_the_errors_of_each_layer(tab, page):

@@ -64,6 +64,15 @@ def test_the_numbers_are_those_that_verify_prints(source, artifact):
     assert [one["codes"] for one in shown["worst"]] == [printed[at]["histogram"] for at in worst]
 
 
+def test_the_colours_are_those_of_the_method(source, tmp_path):
+    """What a rule usually keeps, and not another one: 1.3 dB less is as usual by amax."""
+    for rule, db in (("mse", 21.8), ("amax", 20.5)):
+        quantize(source, tmp_path / rule, "--scale-rule", rule)
+        sheet = make_datasheet(open_artifact(str(tmp_path / rule)))
+        assert sheet["usual"]["db"] == db
+        assert sheet["usual"]["words"].startswith(f"usual of nvfp4 by {rule} are {db} dB")
+
+
 def test_a_page_after_verify_reads_no_tensor_again(artifact, monkeypatch):
     opened = open_artifact(str(artifact))
     verified, judged = verify_judged(opened, None, Gate())

@@ -26,7 +26,7 @@ NAMES = {
 HEADS = {"blk.0.attn_q.weight": 4, "blk.0.attn_k.weight": 2}
 
 
-NOT_MADE = ("NVFP4", "IQ4_NL")
+NOT_MADE = ("NVFP4", "Q8_1")
 
 
 Arrays = dict[str, np.ndarray]

@@ -60,6 +60,15 @@ def aliases_of(source: Path) -> dict[str, str]:
     }
 
 
+def calibrate_white(source: Path, path: Path) -> Path:
+    """A calibration file of inputs of unit variance, by which outputs lose what weights lose."""
+    inputs = {
+        module: np.sqrt(x.shape[1]) * np.eye(x.shape[1], dtype=np.float32)
+        for module, x in inputs_of(source).items()
+    }
+    return path if path.exists() else calibrate(path, source, "diag", inputs)
+
+
 def calibrate(
     path: Path,
     source: Path,

@@ -1,4 +1,6 @@
-"""Find and read integers of 4 or 8 bits: of compressed-tensors and of MLX.
+"""Find and read integers of compressed-tensors and of MLX.
+
+Those of compressed-tensors have 4 or 8 bits, MLX's 2 to 6 or 8.
 
   M.weight_packed      I32 [rows, columns / 8]: column 8i + j in bits 4j..4j+3, 8 (of 8 bits: 128)
                        above its value
@@ -9,11 +11,11 @@
 
 Source: compressed-tensors 0.20, compressors/pack_quantized.  Producers: Kimi K2, llm-compressor.
 
-MLX stores routers as scale * code + bias:
+MLX stores scale * code + bias, of an artifact in four-bit floats the routers alone:
 
   M.weight U32 [rows, columns * bits / 32], M.scales and M.biases [rows, columns / group_size]
 
-Source: mlx 0.32, mx.quantize, mode affine; mlx-lm 0.32, quant_predicate of Qwen3-MoE.
+Source: mlx 0.32, mx.quantize, mode affine; mlx-lm 0.32, utils.py (quantize_model).
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ PACKED, SCALE, ZERO = ".weight_packed", ".weight_scale", ".weight_zero_point"
 SHAPE, ORDER = ".weight_shape", ".weight_g_idx"
 INT4_IDLE = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
 ITEM_BITS, ITEM_NBYTES, INT4_BITS = 32, 4, 4
+OFFSETS, AFFINE_BITS = ".biases", (2, 3, 4, 5, 6, 8)  # of MLX
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +218,7 @@ def _declared_bits(record: Json, ref: TensorRef) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Affine(CodingDefaults):
-    """MLX's codes of 4 or 8 bits, the first of a word in its lowest bits."""
+    """MLX's codes: a stream of bits, the first code in the lowest ones."""
 
     bits: int
     is_packed = True
@@ -235,6 +238,9 @@ class Affine(CodingDefaults):
             stored = np.frombuffer(_row_bytes(source, codes, first, last), np.uint8)
             if self.bits == 4:
                 stored = np.stack((stored & 15, stored >> 4), axis=-1)
+            elif self.bits != 8:
+                digits = np.unpackbits(stored, bitorder="little").reshape(-1, self.bits)
+                stored = np.packbits(digits, axis=1, bitorder="little")
             scales, biases = (_float_rows(source, ref, first, last) for ref in numbers)
             grouped = stored.reshape(last - first, scales.shape[1], -1).astype(np.float32)
             values = scales[..., None] * grouped + biases[..., None]
@@ -244,18 +250,22 @@ class Affine(CodingDefaults):
 
 
 def find_affine(clues: Clues) -> dict[str, Linear]:
-    """Find the modules that config.json names with bits and a group size.
+    """Find the modules with the bits and group size that config.json gives.
 
-    A module whose tensors contradict config.json is left out: nothing here reads it.
+    It gives those of one module under its name, and those of all others.  A module whose tensors
+    contradict it is left out: nothing here reads it.
     """
     said = [numbers for key in MLX_KEYS if isinstance(numbers := clues.config.get(key), dict)]
     found: dict[str, Linear] = {}
-    for module, numbers in said[0].items() if said else ():
-        if not isinstance(numbers, dict) or numbers.get("mode", "affine") != "affine":
+    for name in clues.tensors if said else ():
+        module = name.removesuffix(OFFSETS)
+        numbers = said[0].get(module, said[0])
+        if not name.endswith(OFFSETS) or not isinstance(numbers, dict):
             continue
-        refs = stored_beside(clues.tensors, module, (WEIGHT, ".scales", ".biases"))
+        refs = stored_beside(clues.tensors, module, (WEIGHT, ".scales", OFFSETS))
         bits, size = numbers.get("bits"), numbers.get("group_size")
-        if len(refs) < 3 or bits not in (4, 8) or not isinstance(size, int):
+        is_affine = numbers.get("mode", "affine") == "affine"
+        if not is_affine or len(refs) < 3 or bits not in AFFINE_BITS or not isinstance(size, int):
             continue
         codes, scales, biases = refs
         is_fit = (

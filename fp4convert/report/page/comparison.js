@@ -22,7 +22,7 @@ const letterOf = (at) => {
 
 function fillHead() {
   $("title").textContent = sheet.title;
-  $("verdict").append(make("span", { className: `pill ${sheet.verdict.is_good ? "good" : "error"}`, textContent: sheet.verdict.words }));
+  $("verdict").append(make("span", { className: `pill ${sheet.verdict.is_good === false ? "error" : "note"}`, textContent: sheet.verdict.words }));
   $("about").textContent = sheet.about;
   $("fairness").textContent = sheet.fairness;
   $("producer").textContent = sheet.producer;
@@ -134,6 +134,7 @@ function fillTable() {
 
 // The artifacts that are best in a row, where not all are; one that lost nothing has no SQNR, and is not worse for that.
 function bestOf(row, metric) {
+  if (!sheet.is_ranked) return [];
   if (metric.key === "output_error") return layers.best[row].length === artifacts.length ? [] : layers.best[row];
   const values = artifacts.map((_, at) => layers[metric.key][at][row]);
   const known = values.filter((value) => value !== null);

@@ -2,7 +2,7 @@
 const { tensors, places, stacks } = sheet;
 const COUNT = tensors.name.length;
 const SCALE = [[0, "#8f2412"], [0.2, "#d4693a"], [0.42, "#efc889"], [0.62, "#e6e3c1"], [0.8, "#a9d3c1"], [1, "#58ab9d"]]; // dark is bad
-const ABOVE = 0.5; // dB above the median that have the best colour: a few that lose less shall not make all others look bad
+const ABOVE = 0.5; // dB above what the method usually keeps, or the median, that have the best colour: a few that lose less shall not make all others look bad
 const SPAN = 3; // dB that colours span at least: less is no difference to speak of
 const DEEPEST = 20; // and at most
 const state = { words: [], below: Infinity, merge: "mean", column: "sqnr_db", isDown: false, shown: ROWS, open: null };
@@ -16,7 +16,8 @@ function fillHead() {
   $("tiles").append(...sheet.tiles.map(([value, word]) => make("div", {}, make("b", { textContent: value }), make("span", { textContent: word }))));
   $("facts").append(...sheet.facts.map(([word, text]) => make("div", {}, make("dt", { textContent: word }), make("dd", { textContent: text }))));
   $("forms").append(...sheet.forms.filter((form) => typeof form.block_size === "number").map(drawBlock));
-  $("evidence").textContent = sheet.evidence.words;
+  const usual = sheet.usual ? ` SQNR: ${sheet.usual.words}.` : "";
+  $("evidence").textContent = sheet.evidence.words + usual;
   $("producer").textContent = sheet.producer;
 }
 
@@ -37,7 +38,8 @@ function drawBlock(form) {
 const range = (() => {
   const known = tensors.sqnr_db.filter((value) => value !== null).sort((a, b) => a - b);
   if (!known.length) return [0, 1];
-  const top = Math.round(2 * (known[known.length >> 1] + ABOVE)) / 2;
+  const usual = sheet.usual?.db ?? known[known.length >> 1];
+  const top = Math.round(2 * (usual + ABOVE)) / 2;
   return [Math.max(Math.min(Math.floor(known[0]), top - SPAN), top - DEEPEST), top];
 })();
 
