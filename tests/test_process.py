@@ -263,3 +263,22 @@ for number in (signal.SIGINT, signal.SIGTERM):
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["130", "143"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_large_blocks_that_are_freed_are_used_again():
+    """A second block of 64 MB brings no page faults: the first was not given back."""
+    code = """
+import resource, sys
+from fp4convert.process import reuse_freed_memory
+if sys.argv[1] == "yes":
+    reuse_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(64 << 20)[:: 4096] = b"x" * (64 << 8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults(), print(faults())
+"""
+    words = [sys.executable, "-c", code]
+    found = {word: int(subprocess.check_output([*words, word])) for word in ("yes", "no")}
+    assert found["yes"] < found["no"] / 10

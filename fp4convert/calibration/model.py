@@ -25,6 +25,7 @@ from fp4convert.checkpoint.expert_stacks import ExpertStack, artifact_of, find_s
 from fp4convert.checkpoint.linears import Linears, find_linears
 from fp4convert.errors import InputError, describe_missing
 from fp4convert.numerics.formats import FLOAT_TYPES, MXFP4
+from fp4convert.process import reuse_freed_memory
 from fp4convert.recipes.recipe import Recipe, model_recipe
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
@@ -278,6 +279,7 @@ def import_transformers() -> Any:
     except ImportError:
         needing = "calibrate runs the model, for which it needs the package transformers"
         raise InputError("no-transformers", *describe_missing(needing, "calibrate")) from None
+    reuse_freed_memory()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     return transformers

@@ -31,6 +31,7 @@ from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import as_floats, block_steps, pack
 from fp4convert.numerics.descent import aligned
 from fp4convert.numerics.matrices import Quantized, Weights, row_panels
+from fp4convert.process import reuse_freed_memory
 
 if TYPE_CHECKING:
     from fp4convert.calibration.statistics import Calibration
@@ -103,6 +104,7 @@ class Gptq(NamedTuple):
         return max((held_nbytes(count, width) for count, width in widths), default=0)
 
     def working(self) -> AbstractContextManager[None]:
+        reuse_freed_memory()
         return one_thread()
 
 
