@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,6 +26,15 @@ E8M0_BIAS, E8M0_MAX = 127, 254
 CACHE_SCALE = 1.0  # of keys and values where none is stored
 
 Round = Callable[[torch.Tensor], torch.Tensor]
+
+
+def round_call(
+    make: Round, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Round the one tensor that a linear layer is called with, in a hook."""
+    if args:
+        return (make(args[0]), *args[1:]), kwargs
+    return args, {name: make(given) for name, given in kwargs.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from fp4convert.calibration.moments import merge_statistics
 from fp4convert.calibration.multimodal import listens
 from fp4convert.calibration.observers import UNROUTED_TOKENS, Watch, find_unwatched, watching
 from fp4convert.calibration.output_losses import LossRun, as_arrays, measure_losses
+from fp4convert.calibration.prefix import Goal, PrefixLayer, Streams
 from fp4convert.calibration.result import Calibrated
 from fp4convert.calibration.samples import (
     Batch,
@@ -81,6 +82,7 @@ class Run:
     is_forced      an existing file may be replaced
     tell           gets lines for people
     adapter        that the source is merged with
+    goal           how quantize will round, for corrections of targets; None: none
     """
 
     source: Source
@@ -94,6 +96,7 @@ class Run:
     phases: Phases = field(default_factory=Phases)
     tell: Callable[[str], None] = lambda line: None
     adapter: Adapter | None = None
+    goal: Goal | None = None
 
     def check(self) -> None:
         """Raise an error for text, Gram or output that cannot be."""
@@ -140,7 +143,8 @@ def calibrate(run: Run) -> Calibrated:
     # What decides the file's bytes: a run with the same goes on where another ended.
     libraries = [f"{name} {version(name)}" for name in ("fp4convert", "torch", "transformers")]
     feed = [run.feed.words(), run.feed.samples, run.feed.sequence_length]
-    purpose = json.dumps([notes, run.gram, run.has_losses, str(device), feed, libraries])
+    settings = run.goal.settings if run.goal else None
+    purpose = json.dumps([notes, run.gram, run.has_losses, str(device), feed, libraries, settings])
     with kept_state(run.output, purpose, run.tell) as state, stopping(run.source):
         run.phases.begin("model")
         copy_texts(run.source, state / "model")
@@ -265,9 +269,11 @@ class _LayerRun:
         if remark_file(self.state, AROUND).exists():
             return
         skeleton, phases = self.skeleton, self.run.phases
-        watch = Watch(skeleton, self.run.gram, skeleton.seats)
+        watch, goal = Watch(skeleton, self.run.gram, skeleton.seats), self.run.goal
         inputs = [inputs_of(skeleton, batch) for batch in self.batches]
-        chain = Chain(skeleton, inputs, self.state, lambda n: watch.begin(self.batches[n].first))
+        inputs *= goal.streams if goal else 1
+        firsts = [batch.first for batch in self.batches]
+        chain = Chain(skeleton, inputs, self.state, lambda n: watch.begin(firsts[n % len(firsts)]))
         nbytes = {path: skeleton.nbytes(path) for path in skeleton.layers}
         phases.begin("calibrate", sum(nbytes.values()))
         done = self._finished()
@@ -283,8 +289,10 @@ class _LayerRun:
                     for batch in range(len(inputs)):
                         chain.hand_on_again(batch, int(done[number]["arity"]), is_last)
                 else:
-                    watch.is_looking = False
+                    # The weights of a prefix are found again, by the same statistics.
+                    watch.is_looking = goal is not None
                     self._run_layer(chain, watch, path)
+                    watch.take(path)
                     watch.is_looking = True
                 phases.report(path, nbytes[path] if path not in self._parts else 0)
                 self._parts[path] = number
@@ -304,9 +312,19 @@ class _LayerRun:
         Returns  the modules of experts with tokens of other experts
         """
         self.skeleton.fill(path)
-        numbers = chain.standing_at(path)
-        for number in numbers:
-            chain.hand_on(number, chain.run(number))
+        here, count = chain.standing_at(path), len(self.batches)
+        numbers, others = ([n for n in here if (n >= count) == is_other] for is_other in (0, 1))
+        # A layer that runs again is corrected by its first run alone.
+        goal = self.run.goal if path not in self._parts else None
+        prefix = None
+        if goal:
+            place = Streams(self.run.source, self.skeleton, self.state, path, numbers, others)
+            prefix = PrefixLayer(place, goal, self.run.gram, watch)
+        if prefix and prefix.members:
+            prefix.run_originals(chain)
+        else:
+            for number in numbers:
+                chain.hand_on(number, chain.run(number))
         # Experts with too few tokens are fed some that were not routed to them.
         unrouted, fed = watch.feed_starving(), 0
         for number in numbers if unrouted else ():
@@ -314,6 +332,13 @@ class _LayerRun:
                 chain.run(number)
                 fed += self.batches[number].ids.size
         watch.unfed = None
+        if prefix and prefix.members:
+            prefix.correct(chain)
+        elif others:
+            watch.is_looking = False
+            for number in others:
+                chain.hand_on(number, chain.run(number))
+            watch.is_looking = True
         self.skeleton.empty(path)
         return unrouted
 
@@ -337,7 +362,10 @@ class _LayerRun:
             before = json.loads(remark_file(self.state, earlier).read_text())
             inputs = {**before["inputs"], **inputs}
             unrouted = [*dict.fromkeys([*before["unrouted"], *unrouted])]
-            arrays = merge_statistics(read_part(part_file(self.state, earlier)), arrays)
+            known = read_part(part_file(self.state, earlier))
+            held = {name.removesuffix(".target_amax") for name in known}
+            arrays = {k: v for k, v in arrays.items() if k.rpartition(".")[0] not in held}
+            arrays = merge_statistics(known, arrays)
         write_part(part_file(self.state, number), arrays, self.notes)
         linears = [name.removesuffix(".input_amax") for name in arrays if name.endswith("_amax")]
         remark = {
@@ -374,6 +402,8 @@ class _LayerRun:
         }
         missed, opaque = find_unwatched(self.skeleton, seen)
         parts = [part_file(self.state, number) for number in numbers]
+        if self.run.goal:
+            notes |= self.run.goal.notes()
         if self.losses:
             arrays = as_arrays(measure_losses(self.losses))
             parts.append(part_file(self.state, LOSSES))

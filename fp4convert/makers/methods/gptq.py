@@ -22,6 +22,7 @@ from fp4convert.calibration.methods.gptq import (
     round_columns,
     torch_device,
 )
+from fp4convert.calibration.methods.targets import Correction, retargeted
 from fp4convert.calibration.statistics import has_few_tokens
 from fp4convert.makers.maker import Tools
 from fp4convert.makers.methods.method import Group, Method, Under
@@ -50,14 +51,20 @@ class Gptq(NamedTuple):
     passes: int
 
     def under(self, group: Group, tools: Tools, given: Given = OWN) -> Under:
-        return self.scaled_by.under(group, tools, given)
+        under, calibration = self.scaled_by.under(group, tools, given), tools.calibration
+        is_own = under.given.amax is None or under.given.is_own
+        if calibration is None or not group.fmt.has_global_scale or not is_own:
+            return under
+        amax = calibration.target_amax(group.modules[0])
+        return under if amax is None else Under(Given(amax))
 
     def panels(self, group: Group, tools: Tools, under: Under) -> Generator[tuple[int, Quantized]]:
         calibration = tools.calibration
         if calibration is None:
             raise RuntimeError("gptq without its calibration")
         known: dict[str, Factor] = {}  # of the last member, and most often of all of its group
-        nearest = self.scaled_by.panels(group, tools, under)
+        targets = _targets_of(group, calibration)
+        nearest = self.scaled_by.panels(group._replace(members=targets), tools, under)
         for number, panels in groupby(nearest, key=itemgetter(0)):
             module, weights = group.modules[number], group.members[number]
             if has_few_tokens(calibration, module):
@@ -69,7 +76,8 @@ class Gptq(NamedTuple):
             with explained(f"{calibration.path}: the Gram matrix of {module}", module):
                 if holder not in known:
                     known = {holder: self._factor(module, weights, tools, calibration)}
-                for q in self._rounded(weights, scaled, known[holder], tools):
+                aims = weights, targets[number]
+                for q in self._rounded(*aims, scaled, known[holder], tools):
                     yield number, q
 
     def _factor(
@@ -84,18 +92,17 @@ class Gptq(NamedTuple):
         return factorize(blocks, gram.columns, torch_device(tools.backend.name), self.damping)
 
     def _rounded(
-        self, weights: Weights, scaled: Quantized, factor: Factor, tools: Tools
+        self, weights: Weights, targets: Weights, scaled: Quantized, factor: Factor, tools: Tools
     ) -> Generator[Quantized]:
-        """Round column by column, go over it, and compare it with the weights."""
+        """Round targets column by column, go over it, and compare it with the weights."""
         h = aligned(factor.damped, weights.shape[1], scaled.format)
         for first, last in row_panels(weights.shape, PANEL_ELEMENTS):
-            q, panel = scaled.rows(first, last), weights.rows(first, last)
-            values = as_floats(panel)
+            q, values = scaled.rows(first, last), as_floats(targets.rows(first, last))
             codes = round_columns(values, block_steps(q).reshape(last - first, -1), factor)
             q = replace(q, packed=pack(codes).reshape(-1).data)
             if self.passes:
                 q = tools.backend.descend(values, q, h, self.passes)
-            yield replace(q, compared=Cpu().compare(panel, q))
+            yield replace(q, compared=Cpu().compare(weights.rows(first, last), q))
 
     def caller_nbytes(self, calibration: Calibration | None) -> int:
         """Count H and panels at the widest linear layer that the file knows."""
@@ -104,6 +111,18 @@ class Gptq(NamedTuple):
 
     def working(self) -> AbstractContextManager[None]:
         return one_thread()
+
+
+def _targets_of(group: Group, calibration: Calibration) -> list[Weights]:
+    """Return what rounding shall come near, by what a calibration says of inputs."""
+    known: dict[str, Correction | None] = {}
+    targets = []
+    for module, weights in zip(group.modules, group.members, strict=True):
+        holder = calibration.holder(module)
+        if holder not in known:
+            known[holder] = calibration.correction(module, weights.shape)
+        targets.append(retargeted(weights, known[holder]))
+    return targets
 
 
 def _without_codes(panels: Iterable[tuple[int, Quantized]], weights: Weights) -> Quantized:
