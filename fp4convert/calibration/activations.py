@@ -19,7 +19,7 @@ from fp4convert.calibration.model import Seat, Skeleton, read_tensor
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4
 from fp4convert.errors import InputError
-from fp4convert.numerics.formats import E2M1_MAX, E4M3_MAX, MXFP4, NVFP4
+from fp4convert.numerics.formats import E2M1_MAX, E4M3_MAX, GLOBAL_RANGE, MXFP4, NVFP4, Format
 
 EVEN = 0x200000  # added to the bits of a float32: from a mantissa of 1.75 on it is the next power
 E8M0_BIAS, E8M0_MAX = 127, 254
@@ -152,6 +152,15 @@ def round_nvfp4(x: torch.Tensor, input_scale: float) -> torch.Tensor:
     steps = wanted.to(torch.float8_e4m3fn).float() * input_scale
     made = torch.where(steps == 0, 0.0, round_e2m1(blocks / steps) * steps)
     return made.reshape(x.shape).to(x.dtype)
+
+
+def round_alone(fmt: Format, x: torch.Tensor) -> torch.Tensor:
+    """Quantize and dequantize, if blocks are whole; NVFP4's scale suits these."""
+    if x.shape[-1] % fmt.block_size:
+        return x
+    if fmt is not NVFP4:
+        return round_mxfp4(x)
+    return round_nvfp4(x, float(x.abs().max()) / GLOBAL_RANGE if x.numel() else 1.0)
 
 
 def round_mxfp4(x: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ from fp4convert.calibration.workdir import (
     AROUND,
     LOSSES,
     SAMPLES_FILE,
+    Needs,
     join_parts,
     kept_state,
     needs_of,
@@ -97,6 +98,11 @@ class Run:
     tell: Callable[[str], None] = lambda line: None
     adapter: Adapter | None = None
     goal: Goal | None = None
+
+    def needs(self, skeleton: Skeleton, tokens: int) -> Needs:
+        """Estimate the room for so many tokens."""
+        streams = self.goal.streams if self.goal else 0
+        return needs_of(skeleton, self.gram, tokens, self.source.checkpoint.config, streams)
 
     def check(self) -> None:
         """Raise an error for text, Gram or output that cannot be."""
@@ -155,11 +161,12 @@ def calibrate(run: Run) -> Calibrated:
             next_step = advise_on_types(run.source.checkpoint.tensors, NEXT)
             raise InputError("calibration-model", detail, next_step)
         samples = _find_samples(run, skeleton, state)
-        needs = needs_of(skeleton, run.gram, sum(map(len, samples)), run.source.checkpoint.config)
+        needs = run.needs(skeleton, sum(map(len, samples)))
         losses = None
         if run.has_losses:
             recipe = model_recipe(run.source.checkpoint.config)
-            losses = LossRun(skeleton, recipe, samples, state, run.phases)
+            rounds_inputs = run.goal is not None and run.goal.round_inputs is not None
+            losses = LossRun(skeleton, recipe, samples, state, run.phases, rounds_inputs)
             needs = needs._replace(hidden_nbytes=max(needs.hidden_nbytes, losses.hidden_nbytes))
             run.tell(losses.words())
         needs.check(run.output, state, device)
@@ -216,7 +223,7 @@ def check_reads_text(skeleton: Skeleton) -> None:
 
 def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
     """Make the samples; a run that goes on loads them."""
-    kept, config = state / SAMPLES_FILE, run.source.checkpoint.config
+    kept = state / SAMPLES_FILE
     if kept.exists():
         with reading_kept(kept):
             return load_samples(kept)
@@ -225,7 +232,7 @@ def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
     else:
         # The model writes them; there must be room for what comes after.
         count, length = own_shape(run.feed, skeleton)
-        needs = needs_of(skeleton, run.gram, count * length, config)
+        needs = run.needs(skeleton, count * length)
         needs.check(run.output, state, skeleton.device)
         nbytes = sum(map(skeleton.nbytes, skeleton.layers))
         if nbytes > run.held_nbytes:
@@ -235,7 +242,7 @@ def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
             run.tell(words)
         run.phases.begin("write", count * (length - 1), tokens_text)
         samples = write_samples(run.feed, skeleton, run.held_nbytes, run.phases.report)
-    needs = needs_of(skeleton, run.gram, sum(map(len, samples)), config)
+    needs = run.needs(skeleton, sum(map(len, samples)))
     needs.check(run.output, state, skeleton.device)
     temp = state / "tokens.new"
     with write_errors_at(kept):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.calibration.result import Calibrated
+from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.errors import InputError, OutputError, describe_missing, shell_line
 from fp4convert.numerics.formats import FP4_FORMATS, GPTQ, METHODS, check_rule, format_named
@@ -171,13 +172,13 @@ def calibrate_first(options: QuantizeOptions, settings: Settings, is_dry: bool) 
         phases=settings.phases,
     )
     goal, words = None, f"{feed.words()}, --gram {asked.gram}"
-    if (
-        method == GPTQ and not is_fitted and isinstance(work, Conversion)
-    ):  # else the formats of modules come later
+    # Formats of modules that a size decides come later: no prefix is known.
+    is_known = not is_fitted or untried.activations == ACTIVATIONS_FP4
+    if method == GPTQ and is_known and isinstance(work, Conversion):
         from fp4convert.conversion.rounding_goal import goal_of
 
-        goal = goal_of(work, options.scale_rule, is_sequential=True)
-        words += f", --for-method {GPTQ}"
+        goal = goal_of(work, options.scale_rule, is_sequential=not is_fitted)
+        words += f", --activations {ACTIVATIONS_FP4}" if is_fitted else f", --for-method {GPTQ}"
     if is_there:
         _check_same(file, feed, asked, goal)
     if is_dry:

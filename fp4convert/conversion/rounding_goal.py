@@ -13,6 +13,7 @@ import numpy as np
 from fp4convert.calibration.activations import Round, round_mxfp4, round_nvfp4
 from fp4convert.calibration.prefix import Goal
 from fp4convert.calibration.statistics import Calibration
+from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4
 from fp4convert.conversion.device_choice import choose_device, rounded_by
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.makers.fresh import Fresh
@@ -67,7 +68,7 @@ def goal_of(work: Conversion, rule: str | None, is_sequential: bool) -> Goal:
         device = choose_device(options.device, target, rounded_by(plan)).device
         made = [replace(m, method=method_for(target, m.spelling.form.format)) for m in fresh]
         rounding = _Rounding(Tools(work.source, open_backend(device)), made).values
-    inputs = partial(_rounding_of_inputs, fmt) if target.activations == 4 else None
+    inputs = partial(_rounding_of_inputs, fmt) if target.activations == ACTIVATIONS_FP4 else None
     return Goal(settings, groups, inputs, rounding)
 
 

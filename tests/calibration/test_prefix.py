@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -19,7 +18,7 @@ from family import build
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from tiny_chains import LENGTH, TEXT, calibrate, make_model, tokens_of, write_tokenizer
-from torch_formulas import mxfp4_weight, nvfp4_weight
+from torch_formulas import mx_rounded, mxfp4_weight, nvfp4_weight
 
 from fp4convert.calibration import run as calibration_run
 from fp4convert.calibration.calibration_file import open_calibration
@@ -56,12 +55,7 @@ def values_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rounded_mx(x: Float64s) -> Float64s:
-    """Inputs in MXFP4, by powers of two of amaxes rounded at 1.75."""
-    blocks = x.astype(np.float32).reshape(len(x), -1, 32)
-    amax = np.abs(blocks).max(-1, keepdims=True)
-    steps = np.exp2(np.floor(np.log2(amax * (8 / 7))) - 2)
-    codes = np.clip(blocks / steps, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
-    return np.asarray((codes * steps).reshape(x.shape))
+    return np.asarray(mx_rounded(torch.from_numpy(x)).numpy())
 
 
 class Inputs:
@@ -284,3 +278,16 @@ def test_options_that_do_not_go_together_are_refused_first(tmp_path, llama, word
     refused = calibrate(llama, tmp_path / "s.safetensors", "--text", words, *options)
     assert (refused.code, refused.json["error"]["code"]) == (2, code or "unknown-scale-rule")
     assert not list(tmp_path.glob("*s.safetensors*"))
+
+
+def test_the_room_for_two_streams_is_known_beforehand(tmp_path, llama, words, monkeypatch):
+    """Two Grams a linear layer, hidden states of both streams, and the inputs of a layer."""
+    plain = calibrate(llama, tmp_path / "p.safetensors", "--text", words, "--gram", "full")
+    tokens, inputs = 192, 3 * 64 + 96
+    grams = 4 * (3 * (3 * 64**2 + 96**2) + 64**2)
+    small = 12 * (3 * inputs + 64)
+    needed = 2 * (2 * grams + small) + 2 * 12 * 64 * tokens + 4 * inputs * tokens
+    monkeypatch.setattr("fp4convert.calibration.workdir.free_nbytes", lambda place: needed - 1)
+    error = calibrate(llama, tmp_path / "c.safetensors", "--text", words, *FOR_NVFP4)
+    assert (plain.code, error.code) == (0, 5)
+    assert f"needs up to {needed:,} bytes" in error.json["error"]["message"]
