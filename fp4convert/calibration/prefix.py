@@ -63,7 +63,7 @@ class Goal:
     @property
     def blend(self) -> float:
         """Return how far targets move to W*."""
-        return BLEND if self.round_weights and self.round_inputs else 1.0
+        return 1.0 if self.round_inputs is None else BLEND
 
     def notes(self) -> dict[str, str]:
         """Return the notes of a file with corrections."""

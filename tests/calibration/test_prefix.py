@@ -142,7 +142,7 @@ def test_targets_are_those_of_the_formula(tmp_path, llama, words, case):
                 for name, x in streams[0].items()
             },
         )
-    blend = 0.5 if is_sequential and activations == 4 else 1.0
+    blend = 0.5 if activations == 4 else 1.0
     arrays, moved = load_file(file), 0
     for module in values_of(out):
         w = original[f"{module}.weight"]
