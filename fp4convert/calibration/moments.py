@@ -50,7 +50,7 @@ class Moments:
         sums.baddbmm_(parts[0].transpose(1, 2), parts[1])
 
     def _blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """Cut (tokens, columns) into (blocks, tokens, width), with zeros at the end."""
+        """Cut (tokens, columns) into (blocks, tokens, width), padded."""
         count = -(-self.columns // self.width)
         padded = torch.nn.functional.pad(x, (0, count * self.width - self.columns))
         return padded.reshape(len(x), count, self.width).transpose(0, 1)

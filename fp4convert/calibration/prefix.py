@@ -1,4 +1,4 @@
-"""Gather the inputs that weights will have once the layers before are rounded.
+"""Gather the inputs of weights behind rounded layers.
 
 Two streams run through every layer: the original's, and one through weights as quantize will round
 them (the quantized prefix).  The linear layers of a layer are rounded one input after the other;

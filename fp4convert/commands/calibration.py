@@ -172,8 +172,9 @@ def calibrate_first(options: QuantizeOptions, settings: Settings, is_dry: bool) 
         phases=settings.phases,
     )
     goal, words = None, f"{feed.words()}, --gram {asked.gram}"
-    # Formats of modules that a size decides come later: no prefix is known.
+    # Formats that a size decides come later: no prefix is known. Nor is one of given scales.
     is_known = not is_fitted or untried.activations == ACTIVATIONS_FP4
+    is_known &= (options.global_scale, options.via) == (None, None)
     if method == GPTQ and is_known and isinstance(work, Conversion):
         from fp4convert.conversion.rounding_goal import goal_of
 

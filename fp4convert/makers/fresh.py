@@ -71,7 +71,7 @@ class Fresh(Maker):
         home = self.linears[0].refs[0].file  # the shard that is streamed comes first
         own_first = sorted(self.measured, key=lambda linear: linear.refs[0].file != home)
         with naming(self.measured, tools), room_for(tools.source, own_first if self.pauses else ()):
-            group = self.group_of(tools)
+            group = self._group(tools)
             under = self._under(group, tools, saturated)
             reach = reach_over(self.measured, tools.source)
             early: set[str] = set()
@@ -101,8 +101,7 @@ class Fresh(Maker):
         is_alone = len({ref.file for linear in self.measured for ref in linear.refs}) < 2
         return self.group is not None and self.amax is None and not is_alone
 
-    def group_of(self, tools: Tools) -> Group:
-        """Return the weights to round, and all that set their amax."""
+    def _group(self, tools: Tools) -> Group:
         weights = [linear.coding.weights(linear, tools.source) for linear in self.linears]
         measured = list(measured_whole(self.measured, tools.source)) if self.pauses else []
         modules = [linear.module for linear in self.linears]

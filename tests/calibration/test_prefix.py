@@ -181,14 +181,14 @@ def test_the_residual_stream_is_made_up_for_beside_whole_grams_alone(tmp_path, l
 def test_quantize_rounds_as_the_calibration_did(tmp_path, words, monkeypatch, name, fmt):
     source, file, out = make_model(tmp_path / "m", name), tmp_path / "s.safetensors", tmp_path / "o"
     inside: dict[str, Any] = {}
-    values = rounding_goal._Rounding.values
+    values = rounding_goal._round_weights
 
-    def kept(self, modules, statistics):
-        made = values(self, modules, statistics)
+    def kept(*arguments):
+        made = values(*arguments)
         inside.update(made)
         return made
 
-    monkeypatch.setattr(rounding_goal._Rounding, "values", kept)
+    monkeypatch.setattr(rounding_goal, "_round_weights", kept)
     made = calibrate(source, file, "--text", words, "--for-method", "gptq", "--format", fmt)
     assert made.code == 0, made.err
     assert quantized(source, out, file, "--format", fmt).code == 0

@@ -94,7 +94,7 @@ class Gptq(NamedTuple):
     def _rounded(
         self, weights: Weights, targets: Weights, scaled: Quantized, factor: Factor, tools: Tools
     ) -> Generator[Quantized]:
-        """Round targets column by column, go over it, and compare it with the weights."""
+        """Round targets, go over it, and compare it with the weights."""
         h = aligned(factor.damped, weights.shape[1], scaled.format)
         for first, last in row_panels(weights.shape, PANEL_ELEMENTS):
             q, values = scaled.rows(first, last), as_floats(targets.rows(first, last))
@@ -114,7 +114,7 @@ class Gptq(NamedTuple):
 
 
 def _targets_of(group: Group, calibration: Calibration) -> list[Weights]:
-    """Return what rounding shall come near, by what a calibration says of inputs."""
+    """Return the targets of members, by a calibration."""
     known: dict[str, Correction | None] = {}
     targets = []
     for module, weights in zip(group.modules, group.members, strict=True):
