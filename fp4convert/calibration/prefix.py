@@ -26,7 +26,7 @@ from fp4convert.calibration.calibration_file import header_of
 from fp4convert.calibration.layers import Chain, mapped
 from fp4convert.calibration.methods.gptq import one_thread
 from fp4convert.calibration.methods.targets import Correction, largest_of, over_gram, retargeted
-from fp4convert.calibration.model import Skeleton
+from fp4convert.calibration.model import Seat, Skeleton
 from fp4convert.calibration.moments import Arrays, Moments, block_width
 from fp4convert.calibration.observers import Watch
 from fp4convert.calibration.residual_stream import trace_stream
@@ -123,14 +123,25 @@ class PrefixLayer:
     _number: int = 0
 
     def __post_init__(self) -> None:
-        skeleton = self.at.skeleton
-        for module in self.goal.groups:
-            seat = skeleton.seats.get(module)
-            if seat is None or skeleton.layer_above(seat.path) != self.at.path:
-                continue
-            names = skeleton.stored.get(f"{seat.path}.{seat.parameter}", ())
-            if seat.expert is None and len(names) == 1:
+        stored = self.at.skeleton.stored
+        inside = self._linears()
+        for module in filter(inside.__contains__, self.goal.groups):
+            seat = inside[module]
+            if len(stored.get(f"{seat.path}.{seat.parameter}", ())) == 1:
                 self.members.append(module)
+
+    def _linears(self) -> dict[str, Seat]:
+        """Find the linear layers of the layer that are no experts."""
+        seats, above = self.at.skeleton.seats, self.at.skeleton.layer_above
+        return {
+            module: seat
+            for module, seat in seats.items()
+            if seat.expert is None and above(seat.path) == self.at.path
+        }
+
+    def _owner(self, module: str) -> Any:
+        """Return the module of the model that multiplies with a linear layer."""
+        return self.at.skeleton.module(self.at.skeleton.seats[module].path)
 
     def record(self, module: str, given: torch.Tensor) -> None:
         """Keep an input of the original."""
@@ -141,19 +152,13 @@ class PrefixLayer:
 
     def run_originals(self, chain: Chain) -> None:
         """Run the original, and keep what linear layers are given."""
-        layer = self.at.skeleton.module(self.at.path)
-        seats, above = self.at.skeleton.seats, self.at.skeleton.layer_above
-        self.watch.record = self.record
-        self.watch.recorded = {
-            module
-            for module, seat in seats.items()
-            if seat.expert is None and above(seat.path) == self.at.path
-        }
+        layer, inside = self.at.skeleton.module(self.at.path), f"{self.at.path}."
+        places = {self.at.skeleton.seats[m].path.removeprefix(inside): m for m in self.members}
+        self.watch.record, self.watch.recorded = self.record, self._linears()
         for number in self.at.originals:
             self._number = number
             if self.at.others and self.gram == FULL and number == self.at.originals[0]:
                 hidden = chain.forwards[number].hidden()
-                places = {self._place(module): module for module in self.members}
                 run = partial(chain.run, number)
                 made, self.residuals, streams = trace_stream(layer, hidden, places, run)
                 self.streams |= {(path, number): self._keep(x) for path, x in streams.items()}
@@ -161,9 +166,6 @@ class PrefixLayer:
                 made = self._run_keeping(chain, number)
             chain.hand_on(number, made)
         self.watch.recorded = ()
-
-    def _place(self, module: str) -> str:
-        return self.at.skeleton.seats[module].path.removeprefix(f"{self.at.path}.")
 
     def _keep(self, x: torch.Tensor) -> torch.Tensor:
         """Keep float32 in a file without a name, in rows."""
@@ -193,8 +195,7 @@ class PrefixLayer:
             for place in set(self.residuals.values()) - {""}
         ]
         if at is not None:
-            owner = self.at.skeleton.module(self.at.skeleton.seats[at].path)
-            hooks.append(owner.register_forward_pre_hook(stop, with_kwargs=True))
+            hooks.append(self._owner(at).register_forward_pre_hook(stop, with_kwargs=True))
         try:
             return chain.run(number)
         except _ReachedError:
@@ -212,28 +213,23 @@ class PrefixLayer:
         hooks: list[Any] = []
         watch.is_looking = False
         try:
-            for holder in self.inputs:
+            for holder in list(self.inputs):
                 modules = [m for m in self.members if watch.inputs.get(m, m) == holder]
-                if not self._is_whole(chain, holder, modules):
+                diagonal = watch.moments.pop(holder)
+                if self._is_whole(chain, holder, modules):
+                    make = goal.round_inputs(*diagonal.size()) if goal.round_inputs else None
+                    given = self._gather(chain, holder, make)
+                    watch.finished[holder] = self._statistics(holder, modules, given)
+                    if goal.round_weights is not None:
+                        self._round(holder, modules)
+                    for owner in map(self._owner, modules if make else ()):
+                        hook = partial(round_call, make)
+                        hooks.append(owner.register_forward_pre_hook(hook, with_kwargs=True))
+                else:  # statistics of the original, which have no Gram matrix yet
                     watch.moments[holder] = self._moments(holder)
                     for x in self.inputs[holder].values():
                         watch.moments[holder].add(x.to(self.at.skeleton.device))
-                    continue
-                diagonal = watch.moments.pop(holder)
-                make = goal.round_inputs(*diagonal.size()) if goal.round_inputs else None
-                arrays = self._statistics(holder, modules, self._gather(chain, holder, make))
-                if goal.round_weights is not None:
-                    self._round(modules, arrays, {m: holder for m in modules if m != holder})
-                if make is not None:
-                    hook = partial(round_call, make)
-                    owners = [self.at.skeleton.seats[module].path for module in modules]
-                    hooks += [
-                        self.at.skeleton.module(path).register_forward_pre_hook(
-                            hook, with_kwargs=True
-                        )
-                        for path in owners
-                    ]
-                watch.finished[holder] = arrays
+                del self.inputs[holder]  # as large as a hidden state of all tokens
             for number in self.at.others:
                 chain.hand_on(number, chain.run(number))
         finally:
@@ -253,17 +249,9 @@ class PrefixLayer:
         groups = (set(self.goal.groups[module]) <= set(modules) for module in modules)
         return seen == tokens and is_enough and bool(modules) and all(groups)
 
-    def _complete(self, watch: Watch, holder: str) -> None:
-        """Add the Gram matrix of the original's inputs to the statistics."""
-        moments = self._moments(holder)
-        for x in self.inputs[holder].values():
-            moments.add(x.to(self.at.skeleton.device))
-        watch.moments[holder] = moments
-
     def _moments(self, holder: str) -> Moments:
-        return Moments(
-            self.at.skeleton.linears[holder].shape[1], self.gram, self.at.skeleton.device
-        )
+        skeleton = self.at.skeleton
+        return Moments(skeleton.linears[holder].shape[1], self.gram, skeleton.device)
 
     def _gather(self, chain: Chain, holder: str, make: Round | None) -> Iterator[_Given]:
         """Yield the inputs of a linear layer, batch by batch."""
@@ -320,16 +308,16 @@ class PrefixLayer:
         linear = self.at.skeleton.linears[module]
         return linear.coding.weights(linear, self.at.source)
 
-    def _round(self, modules: Sequence[str], arrays: Arrays, inputs: Mapping[str, str]) -> None:
+    def _round(self, holder: str, modules: Sequence[str]) -> None:
         """Give linear layers the values that quantize will make of this file."""
         assert self.goal.round_weights is not None, "only the prefix is rounded"
         path = self.at.state / "rounded.safetensors"
-        write_part(path, arrays, {})
+        write_part(path, self.watch.finished[holder], {})
         refs = {ref.name: ref for ref in header_of(path)[1]}
+        inputs = {module: holder for module in modules if module != holder}
         statistics = Calibration(path, "", {"gram": self.gram}, inputs, refs)
         for module, values in self.goal.round_weights(modules, statistics).items():
-            seat = self.at.skeleton.seats[module]
-            parameter = self.at.skeleton.module(seat.path)._parameters[seat.parameter]
+            parameter = self._owner(module)._parameters[self.at.skeleton.seats[module].parameter]
             is_spread = self.at.skeleton.linears[module].coding.is_spread
             made = torch.from_numpy(values.T if is_spread else values)
             parameter.data.copy_(made.reshape(parameter.shape))

@@ -86,7 +86,7 @@ def check_statistics(
         for statistic in taken:
             statistic(module)
     spared = _spared(plan, calibration, linears) if method == GPTQ else ()
-    return (*_untouched(plan, is_fitted), *spared)
+    return (*_untouched(plan, is_fitted), *spared, *_unmatched(plan, calibration))
 
 
 def _check_targets(target: Target, calibration: Calibration) -> None:
@@ -110,6 +110,20 @@ def _check_targets(target: Target, calibration: Calibration) -> None:
         line += f" --for-method {GPTQ} --format {target.format} --scale-rule {rule}"
         line += f" --activations {target.activations}"
     raise InputError("calibration-targets", detail, f"Make it: {line}")
+
+
+def _unmatched(plan: Plan, calibration: Calibration) -> Iterator[str]:
+    """Warn of modules that only a calibration rounded."""
+    if "scale_rule" not in calibration.targets:
+        return
+    made = {linear.module for step in rounded(plan) for linear in step.linears}
+    names = (name.partition(".target_amax") for name in calibration.refs)
+    if others := [module for module, ending, _ in names if ending and module not in made]:
+        yield (
+            f"{len(others)} modules that {calibration.path} was rounded with stay, the first"
+            f" {others[0]!r}: layers behind them make up for errors that are not there; calibrate"
+            " for the same modules: quantize with --text"
+        )
 
 
 def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:

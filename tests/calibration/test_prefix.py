@@ -264,6 +264,15 @@ def test_other_ways_to_round_are_refused_with_the_line_that_helps(tmp_path, llam
     assert done.code == 0, done.err
 
 
+def test_a_module_that_only_the_calibration_rounded_is_warned_of(tmp_path, llama, words):
+    file, out = tmp_path / "s.safetensors", tmp_path / "out"
+    assert calibrate(llama, file, "--text", words, *FOR_NVFP4).code == 0
+    done = quantized(llama, out, file, "--format", "nvfp4", "--exclude", "*.0.mlp.up_proj")
+    (warning,) = [words for words in done.json["warnings"] if "was rounded with stay" in words]
+    assert (done.code, warning.split()[0]) == (0, "1")
+    assert "model.layers.0.mlp.up_proj" in warning
+
+
 @pytest.mark.parametrize(
     ("options", "code"),
     [

@@ -107,7 +107,9 @@ class Gptq(NamedTuple):
     def caller_nbytes(self, calibration: Calibration | None) -> int:
         """Count H and panels at the widest linear layer that the file knows."""
         widths = calibration.gram_widths() if calibration else ()
-        return max((held_nbytes(count, width) for count, width in widths), default=0)
+        beside = 4 if calibration and calibration.targets else 0  # a correction, as large as H
+        sizes = (held_nbytes(count, n) + beside * count * n for count, n in widths)
+        return max(sizes, default=0)
 
     def working(self) -> AbstractContextManager[None]:
         return one_thread()
