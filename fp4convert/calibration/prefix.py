@@ -222,9 +222,10 @@ class PrefixLayer:
                     watch.finished[holder] = self._statistics(holder, modules, given)
                     if goal.round_weights is not None:
                         self._round(holder, modules)
-                    for owner in map(self._owner, modules if make else ()):
+                    if make is not None:
                         hook = partial(round_call, make)
-                        hooks.append(owner.register_forward_pre_hook(hook, with_kwargs=True))
+                        for owner in map(self._owner, modules):
+                            hooks.append(owner.register_forward_pre_hook(hook, with_kwargs=True))
                 else:  # statistics of the original, which have no Gram matrix yet
                     watch.moments[holder] = self._moments(holder)
                     for x in self.inputs[holder].values():
