@@ -127,7 +127,7 @@ class CalibrateOptions(TextOptions):
     ] = None
     scale_rule: Annotated[
         str | None,
-        Option("With --for-method: of quantize.", panel=QUALITY, value="<rule>"),
+        Option("With --for-method: of quantize.", panel=QUALITY, value="<rule>", is_rare=True),
     ] = None
     activations: Annotated[
         int, Option("4: record Grams of inputs as engines round them.", ("16", "4"), panel=QUALITY)
