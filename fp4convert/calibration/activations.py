@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,13 +19,22 @@ from fp4convert.calibration.model import Seat, Skeleton, read_tensor
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4
 from fp4convert.errors import InputError
-from fp4convert.numerics.formats import E2M1_MAX, E4M3_MAX, MXFP4, NVFP4
+from fp4convert.numerics.formats import E2M1_MAX, E4M3_MAX, GLOBAL_RANGE, MXFP4, NVFP4, Format
 
 EVEN = 0x200000  # added to the bits of a float32: from a mantissa of 1.75 on it is the next power
 E8M0_BIAS, E8M0_MAX = 127, 254
 CACHE_SCALE = 1.0  # of keys and values where none is stored
 
 Round = Callable[[torch.Tensor], torch.Tensor]
+
+
+def round_call(
+    make: Round, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Round the one tensor that a linear layer is called with, in a hook."""
+    if args:
+        return (make(args[0]), *args[1:]), kwargs
+    return args, {name: make(given) for name, given in kwargs.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +152,15 @@ def round_nvfp4(x: torch.Tensor, input_scale: float) -> torch.Tensor:
     steps = wanted.to(torch.float8_e4m3fn).float() * input_scale
     made = torch.where(steps == 0, 0.0, round_e2m1(blocks / steps) * steps)
     return made.reshape(x.shape).to(x.dtype)
+
+
+def round_alone(fmt: Format, x: torch.Tensor) -> torch.Tensor:
+    """Quantize and dequantize, if blocks are whole; NVFP4's scale suits these."""
+    if x.shape[-1] % fmt.block_size:
+        return x
+    if fmt is not NVFP4:
+        return round_mxfp4(x)
+    return round_nvfp4(x, float(x.abs().max()) / GLOBAL_RANGE if x.numel() else 1.0)
 
 
 def round_mxfp4(x: torch.Tensor) -> torch.Tensor:

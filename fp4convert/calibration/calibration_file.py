@@ -15,6 +15,8 @@ __metadata__, or the index's `metadata`) are strings:
                list
   loss, loss_formats, loss_tokens   of calibrate --sensitivity: kl (nats a token) or output (squared
                error over the square), a JSON list of formats, on how many tokens
+  targets      format, method, activations and scale_rule as JSON, where targets are corrected: then
+               statistics of inputs are those of the quantized prefix, as engines round them
   parts        {file: sha256} as JSON, of an index alone
 
 and its tensors, by the names of linear layers (experts are modules of their own), attentions and
@@ -27,6 +29,9 @@ mixtures of experts:
   {module}.input_gram          F32, F16 [k, b, b]    mean of x x^T along the diagonal; the last
                                                      block is padded with zeros
   {module}.input_gram_scale    F32 []                of an F16 Gram: what it is multiplied with
+  {module}.input_correction    F32 [k, b, b]         D: targets of rounding are W + W D
+  {module}.target_change       F32 [rows, columns]   what targets have more than W, in its place
+  {module}.target_amax         F32 []                largest target of its scale group
   {module}.tokens              I64 []                tokens seen
   {module}.output_losses       F32 [formats]         its share of what the outputs lose where its
                                                      part alone is rounded to each format

@@ -40,10 +40,26 @@ class Moments:
         if self.squares is not None:
             self.squares += x.square().sum(0)
         if self.products is not None:
-            padded = torch.nn.functional.pad(x, (0, len(self.products) * self.width - self.columns))
-            blocks = padded.reshape(len(x), len(self.products), self.width).transpose(0, 1)
-            self.products.baddbmm_(blocks.transpose(1, 2), blocks)
+            self.multiply(x, x, self.products)
         return bool(torch.isfinite(self.largest).all())
+
+    def multiply(self, a: torch.Tensor, b: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add the blocks along the diagonal of a^T b."""
+        parts = [self._blocks(a)]
+        parts.append(parts[0] if b is a else self._blocks(b))
+        sums.baddbmm_(parts[0].transpose(1, 2), parts[1])
+
+    def _blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """Cut (tokens, columns) into (blocks, tokens, width), padded."""
+        count = -(-self.columns // self.width)
+        padded = torch.nn.functional.pad(x, (0, count * self.width - self.columns))
+        return padded.reshape(len(x), count, self.width).transpose(0, 1)
+
+    def size(self) -> tuple[float, NDArray[np.float64]]:
+        """Return the largest magnitude, and the mean squares of columns."""
+        assert self.squares is not None, "squares are kept"
+        squares = (self.squares / max(1, self.tokens)).cpu().numpy()
+        return float(self.largest.max()), squares
 
     def arrays(self, module: str) -> Arrays:
         """Return what a calibration file says of them, and end them.

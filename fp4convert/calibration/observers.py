@@ -8,7 +8,7 @@ defines, and look at what passes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fp4convert.calibration.activations import Round, Rounding
+from fp4convert.calibration.activations import Round, Rounding, round_call
 from fp4convert.calibration.experts import FIRST_PARAMETERS, Experts, LlamaExperts, find_experts
 from fp4convert.calibration.model import Seat, Skeleton
 from fp4convert.calibration.moments import Arrays, Moments
@@ -57,6 +57,8 @@ class Watch:
     is_looking  False where the model only runs, and nothing is kept of what it is given
     rounding    of inputs, keys and values, which are computed with as they come out of it
     rounded     paths of linear layers whose input was
+    recorded    linear layers whose inputs `record` is given, beside their diagonals alone
+    finished    statistics that are complete, by the module that holds them
     _members    (path of a stack, is it its first matrix, expert) -> modules of the checkpoint
     _paths      id of a module of the model -> its path
     _given      tensors of this sample that were seen, by address: who holds their statistics
@@ -74,6 +76,9 @@ class Watch:
     is_looking: bool = True
     rounding: Rounding = field(default_factory=Rounding)
     rounded: set[str] = field(default_factory=set)
+    recorded: Collection[str] = ()
+    record: Callable[[str, torch.Tensor], None] = lambda module, given: None
+    finished: dict[str, Arrays] = field(default_factory=dict)
     _members: dict[tuple[str, bool, int], list[str]] = field(default_factory=dict)
     _paths: dict[int, str] = field(default_factory=dict)
     _given: dict[tuple[int, ...], tuple[str, torch.Tensor]] = field(default_factory=dict)
@@ -113,9 +118,7 @@ class Watch:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Round the one tensor that a linear layer is given."""
         self.rounded.add(path)
-        if args:
-            return (make(args[0]), *args[1:]), kwargs
-        return args, {name: make(given) for name, given in kwargs.items()}
+        return round_call(make, module, args, kwargs)
 
     def begin(self, sample: int) -> None:
         """Forget the tensors of the last sample; the next one comes."""
@@ -147,12 +150,15 @@ class Watch:
             self.inputs |= {name: holder for name in names if name != holder}
             if holder == names[0]:
                 self._add(holder, given)
+                if holder in self.recorded:
+                    self.record(holder, given)
 
         return look
 
     def _add(self, holder: str, given: torch.Tensor) -> None:
         if holder not in self.moments:
-            self.moments[holder] = Moments(given.shape[-1], self.gram, given.device)
+            gram = "diag" if holder in self.recorded else self.gram
+            self.moments[holder] = Moments(given.shape[-1], gram, given.device)
         if not self.moments[holder].add(given):
             detail = f"{holder} was given NaN or Inf by sample {self.sample}"
             detail += "; activations must be finite"
@@ -290,6 +296,8 @@ class Watch:
         found: Arrays = {}
         for module in [name for name in self.moments if is_own(self.modules[name].path)]:
             found |= self.moments.pop(module).arrays(module)
+        for module in [name for name in self.finished if is_own(self.modules[name].path)]:
+            found |= self.finished.pop(module)
         for path in filter(is_own, list(self.routed)):
             tokens, norms = self.routed.pop(path)
             moe = self._name_of(path).removesuffix(".mlp").rpartition(".")[0]

@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fp4convert.calibration.activations import Rounding, round_alone, round_call
+from fp4convert.calibration.experts import FIRST_PARAMETERS
 from fp4convert.calibration.layers import Chain, stops_of
 from fp4convert.calibration.model import Lazy, Skeleton
 from fp4convert.calibration.multimodal import placeholders_of
@@ -73,6 +75,7 @@ class LossRun:
 
     samples  of the calibration; some are used
     state    folder for measurements and hidden states
+    rounds_inputs  of a part in four bits its inputs are rounded, too, as engines do
     """
 
     skeleton: Skeleton
@@ -80,6 +83,7 @@ class LossRun:
     samples: Samples
     state: Path
     phases: Phases = field(default_factory=Phases)
+    rounds_inputs: bool = False
 
     @property
     def kind(self) -> str:
@@ -175,6 +179,7 @@ class _Runs:
     """The runs of some parts, beside the run of the model.
 
     _done  layers that were run
+    _watch  runs experts one by one
     _kept  the model's output for the batch that ends
     _sums  of every lane: of losses, and of their divisors
     """
@@ -184,6 +189,7 @@ class _Runs:
     batches: Sequence[Batch]
     folder: Path
     _done: set[str] = field(default_factory=set)
+    _watch: Watch | None = None
     _kept: Any = None
     _sums: list[list[float]] = field(default_factory=list)
 
@@ -196,8 +202,8 @@ class _Runs:
         forwards = [
             [(chain, batch * width + lane) for lane in range(width)] for batch in range(len(inputs))
         ]
-        watch = Watch(skeleton, "none", {}, is_looking=False)
-        with watching(watch), chain.standing(is_headless=False) as empty:
+        self._watch = Watch(skeleton, "none", {}, is_looking=False)
+        with watching(self._watch), chain.standing(is_headless=False) as empty:
             for path in stops_of(((chain, empty),), forwards, self._end):
                 self._run_layer(chain, path)
                 self.run.phases.report(path, 0 if path in self._done else 1)
@@ -220,13 +226,38 @@ class _Runs:
                 for number in numbers:
                     chain.hand_on_from(number, number - place)
             elif lane.part.layer == path:
-                with rounded_part(skeleton, lane.part.modules, lane.format):
+                weights = rounded_part(skeleton, lane.part.modules, lane.format)
+                with weights, self._rounded_inputs(lane):
                     for number in numbers:
                         chain.hand_on(number, chain.run(number))
             else:
                 for number in numbers:
                     chain.hand_on(number, chain.run(number))
         skeleton.empty(path)
+
+    @contextmanager
+    def _rounded_inputs(self, lane: Lane) -> Iterator[None]:
+        """Round what a part in four bits is given, for a while."""
+        watch, hooks = self._watch, []
+        assert watch is not None, "layers run inside of it"
+        if self.run.rounds_inputs and lane.format.is_fp4:
+            skeleton, make = self.run.skeleton, partial(round_alone, lane.format)
+            seats = [skeleton.seats[module] for module in lane.part.modules]
+            keys = [(s.path, s.parameter in FIRST_PARAMETERS, s.expert) for s in seats]
+            experts = {(path, one, n): make for path, one, n in keys if n is not None}
+            watch.rounding = Rounding(experts=experts)
+            hooks = [
+                skeleton.module(path).register_forward_pre_hook(
+                    partial(round_call, make), with_kwargs=True
+                )
+                for path in {seat.path for seat in seats if seat.expert is None}
+            ]
+        try:
+            yield
+        finally:
+            watch.rounding = Rounding()
+            for hook in hooks:
+                hook.remove()
 
     def _end(self, batch: int, place: int, made: Any) -> None:
         """Compare the final output of a run with the model's."""

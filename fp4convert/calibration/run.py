@@ -25,6 +25,7 @@ from fp4convert.calibration.moments import merge_statistics
 from fp4convert.calibration.multimodal import listens
 from fp4convert.calibration.observers import UNROUTED_TOKENS, Watch, find_unwatched, watching
 from fp4convert.calibration.output_losses import LossRun, as_arrays, measure_losses
+from fp4convert.calibration.prefix import Goal, PrefixLayer, Streams
 from fp4convert.calibration.result import Calibrated
 from fp4convert.calibration.samples import (
     Batch,
@@ -42,6 +43,7 @@ from fp4convert.calibration.workdir import (
     AROUND,
     LOSSES,
     SAMPLES_FILE,
+    Needs,
     join_parts,
     kept_state,
     needs_of,
@@ -81,6 +83,7 @@ class Run:
     is_forced      an existing file may be replaced
     tell           gets lines for people
     adapter        that the source is merged with
+    goal           how quantize will round, for corrections of targets; None: none
     """
 
     source: Source
@@ -94,6 +97,12 @@ class Run:
     phases: Phases = field(default_factory=Phases)
     tell: Callable[[str], None] = lambda line: None
     adapter: Adapter | None = None
+    goal: Goal | None = None
+
+    def needs(self, skeleton: Skeleton, tokens: int) -> Needs:
+        """Estimate the room for so many tokens."""
+        streams = self.goal.streams if self.goal else 0
+        return needs_of(skeleton, self.gram, tokens, self.source.checkpoint.config, streams)
 
     def check(self) -> None:
         """Raise an error for text, Gram or output that cannot be."""
@@ -140,7 +149,8 @@ def calibrate(run: Run) -> Calibrated:
     # What decides the file's bytes: a run with the same goes on where another ended.
     libraries = [f"{name} {version(name)}" for name in ("fp4convert", "torch", "transformers")]
     feed = [run.feed.words(), run.feed.samples, run.feed.sequence_length]
-    purpose = json.dumps([notes, run.gram, run.has_losses, str(device), feed, libraries])
+    settings = run.goal.settings if run.goal else None
+    purpose = json.dumps([notes, run.gram, run.has_losses, str(device), feed, libraries, settings])
     with kept_state(run.output, purpose, run.tell) as state, stopping(run.source):
         run.phases.begin("model")
         copy_texts(run.source, state / "model")
@@ -151,11 +161,12 @@ def calibrate(run: Run) -> Calibrated:
             next_step = advise_on_types(run.source.checkpoint.tensors, NEXT)
             raise InputError("calibration-model", detail, next_step)
         samples = _find_samples(run, skeleton, state)
-        needs = needs_of(skeleton, run.gram, sum(map(len, samples)), run.source.checkpoint.config)
+        needs = run.needs(skeleton, sum(map(len, samples)))
         losses = None
         if run.has_losses:
             recipe = model_recipe(run.source.checkpoint.config)
-            losses = LossRun(skeleton, recipe, samples, state, run.phases)
+            rounds_inputs = run.goal is not None and run.goal.round_inputs is not None
+            losses = LossRun(skeleton, recipe, samples, state, run.phases, rounds_inputs)
             needs = needs._replace(hidden_nbytes=max(needs.hidden_nbytes, losses.hidden_nbytes))
             run.tell(losses.words())
         needs.check(run.output, state, device)
@@ -212,7 +223,7 @@ def check_reads_text(skeleton: Skeleton) -> None:
 
 def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
     """Make the samples; a run that goes on loads them."""
-    kept, config = state / SAMPLES_FILE, run.source.checkpoint.config
+    kept = state / SAMPLES_FILE
     if kept.exists():
         with reading_kept(kept):
             return load_samples(kept)
@@ -221,7 +232,7 @@ def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
     else:
         # The model writes them; there must be room for what comes after.
         count, length = own_shape(run.feed, skeleton)
-        needs = needs_of(skeleton, run.gram, count * length, config)
+        needs = run.needs(skeleton, count * length)
         needs.check(run.output, state, skeleton.device)
         nbytes = sum(map(skeleton.nbytes, skeleton.layers))
         if nbytes > run.held_nbytes:
@@ -231,7 +242,7 @@ def _find_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
             run.tell(words)
         run.phases.begin("write", count * (length - 1), tokens_text)
         samples = write_samples(run.feed, skeleton, run.held_nbytes, run.phases.report)
-    needs = needs_of(skeleton, run.gram, sum(map(len, samples)), config)
+    needs = run.needs(skeleton, sum(map(len, samples)))
     needs.check(run.output, state, skeleton.device)
     temp = state / "tokens.new"
     with write_errors_at(kept):
@@ -265,9 +276,11 @@ class _LayerRun:
         if remark_file(self.state, AROUND).exists():
             return
         skeleton, phases = self.skeleton, self.run.phases
-        watch = Watch(skeleton, self.run.gram, skeleton.seats)
+        watch, goal = Watch(skeleton, self.run.gram, skeleton.seats), self.run.goal
         inputs = [inputs_of(skeleton, batch) for batch in self.batches]
-        chain = Chain(skeleton, inputs, self.state, lambda n: watch.begin(self.batches[n].first))
+        inputs *= goal.streams if goal else 1
+        firsts = [batch.first for batch in self.batches]
+        chain = Chain(skeleton, inputs, self.state, lambda n: watch.begin(firsts[n % len(firsts)]))
         nbytes = {path: skeleton.nbytes(path) for path in skeleton.layers}
         phases.begin("calibrate", sum(nbytes.values()))
         done = self._finished()
@@ -283,8 +296,10 @@ class _LayerRun:
                     for batch in range(len(inputs)):
                         chain.hand_on_again(batch, int(done[number]["arity"]), is_last)
                 else:
-                    watch.is_looking = False
+                    # The weights of a prefix are found again, by the same statistics.
+                    watch.is_looking = goal is not None
                     self._run_layer(chain, watch, path)
+                    watch.take(path)
                     watch.is_looking = True
                 phases.report(path, nbytes[path] if path not in self._parts else 0)
                 self._parts[path] = number
@@ -304,9 +319,19 @@ class _LayerRun:
         Returns  the modules of experts with tokens of other experts
         """
         self.skeleton.fill(path)
-        numbers = chain.standing_at(path)
-        for number in numbers:
-            chain.hand_on(number, chain.run(number))
+        here, count = chain.standing_at(path), len(self.batches)
+        numbers, others = ([n for n in here if (n >= count) == is_other] for is_other in (0, 1))
+        # A layer that runs again is corrected by its first run alone.
+        goal = self.run.goal if path not in self._parts else None
+        prefix = None
+        if goal:
+            place = Streams(self.run.source, self.skeleton, self.state, path, numbers, others)
+            prefix = PrefixLayer(place, goal, self.run.gram, watch)
+        if prefix and prefix.members:
+            prefix.run_originals(chain)
+        else:
+            for number in numbers:
+                chain.hand_on(number, chain.run(number))
         # Experts with too few tokens are fed some that were not routed to them.
         unrouted, fed = watch.feed_starving(), 0
         for number in numbers if unrouted else ():
@@ -314,6 +339,13 @@ class _LayerRun:
                 chain.run(number)
                 fed += self.batches[number].ids.size
         watch.unfed = None
+        if prefix and prefix.members:
+            prefix.correct(chain)
+        elif others:
+            watch.is_looking = False
+            for number in others:
+                chain.hand_on(number, chain.run(number))
+            watch.is_looking = True
         self.skeleton.empty(path)
         return unrouted
 
@@ -337,7 +369,10 @@ class _LayerRun:
             before = json.loads(remark_file(self.state, earlier).read_text())
             inputs = {**before["inputs"], **inputs}
             unrouted = [*dict.fromkeys([*before["unrouted"], *unrouted])]
-            arrays = merge_statistics(read_part(part_file(self.state, earlier)), arrays)
+            known = read_part(part_file(self.state, earlier))
+            held = {name.removesuffix(".target_amax") for name in known}
+            arrays = {k: v for k, v in arrays.items() if k.rpartition(".")[0] not in held}
+            arrays = merge_statistics(known, arrays)
         write_part(part_file(self.state, number), arrays, self.notes)
         linears = [name.removesuffix(".input_amax") for name in arrays if name.endswith("_amax")]
         remark = {
@@ -374,6 +409,8 @@ class _LayerRun:
         }
         missed, opaque = find_unwatched(self.skeleton, seen)
         parts = [part_file(self.state, number) for number in numbers]
+        if self.run.goal:
+            notes |= self.run.goal.notes()
         if self.losses:
             arrays = as_arrays(measure_losses(self.losses))
             parts.append(part_file(self.state, LOSSES))

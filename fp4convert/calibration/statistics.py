@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.calibration.fingerprint import fingerprint_of, weights_of
+from fp4convert.calibration.methods.targets import Correction
 from fp4convert.calibration.plausibility import InputStatistics, contradiction, not_a_gram
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.record import ADAPTER
@@ -29,6 +30,7 @@ GRAM_DIMENSIONS = 3  # (blocks, n, n)
 LOSS_KINDS = KL, OUTPUT = "kl", "output"  # what outputs lose: predictions, or all they are
 FEW_TOKENS = 16  # with fewer gptq knows too little of a linear layer's inputs,
 FEW_SHARE = 1 / 32  # and with fewer than this share of the columns of a block of H
+TARGETS = "targets"  # the note of a file with corrections: how quantize rounds with it
 COUNTS = (".tokens", ".expert_tokens")  # end names of integers
 DTYPES: dict[str, np.dtype[np.generic]] = {
     "F32": np.dtype("<f4"),
@@ -155,6 +157,39 @@ class Calibration(NamedTuple):
         if why := not_a_gram(blocks):
             raise self.refusal(ref, f"{why}: it is not a mean of x x^T")
         return Gram(blocks, self.find(module, "input_channel_amax").shape[0])
+
+    @property
+    def targets(self) -> Mapping[str, object]:
+        """Return the settings that its corrections of targets are for.
+
+        format, scale_rule, method and activations; none in a file without corrections
+        """
+        found = parse_note(self.path, self.notes, TARGETS, {})
+        return found if isinstance(found, dict) else {}
+
+    def correction(self, module: str, shape: tuple[int, int]) -> Correction | None:
+        """Return how the targets of weights of a shape differ from them, or None."""
+        change = self.refs.get(f"{module}.target_change")
+        ref = change or self.refs.get(f"{self.holder(module)}.input_correction")
+        if ref is None:
+            return None
+        count, width = ref.shape[0], ref.shape[-1]
+        is_fitting = ref.shape == shape if change else (count - 1) * width < shape[1]
+        if not is_fitting or not (change or ref.shape == (count, width, width)):
+            raise self.refusal(ref, f"has the shape {list(ref.shape)}, beside {list(shape)}")
+        values = cast(Float32s, self._read(ref))
+        if not np.isfinite(values).all():
+            raise self.refusal(ref, "holds NaN or Inf; expected finite statistics")
+        return Correction(None, values) if change else Correction(values, None)
+
+    def target_amax(self, module: str) -> float | None:
+        """Return the largest target of its scale group; None without corrections."""
+        ref = self.refs.get(f"{module}.target_amax")
+        if ref is None:
+            return None
+        values = self._read(ref)
+        self._check_values(ref, values)
+        return float(values)
 
     def gram_diagonal(self, module: str) -> Float32s:
         """Return the diagonal of a Gram matrix, and read no more of it."""
@@ -388,4 +423,9 @@ def has_few_tokens(calibration: Calibration, module: str) -> bool:
     if not calibration.has(module, "tokens"):
         return False
     width = calibration.find(module, "input_gram").shape[-1]
-    return calibration.tokens_of(module) < max(FEW_TOKENS, FEW_SHARE * width)
+    return are_few(calibration.tokens_of(module), width)
+
+
+def are_few(tokens: int, width: int) -> bool:
+    """Tell whether tokens are too few for gptq, by the width of a block of H."""
+    return tokens < max(FEW_TOKENS, FEW_SHARE * width)

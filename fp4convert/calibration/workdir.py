@@ -213,14 +213,18 @@ class Needs(NamedTuple):
             raise InputError("gram-memory", detail, f"Choose smaller ones: {LESS}.")
 
 
-def needs_of(skeleton: Skeleton, gram: str, tokens: int, config: dict[str, object]) -> Needs:
+def needs_of(
+    skeleton: Skeleton, gram: str, tokens: int, config: dict[str, object], streams: int = 0
+) -> Needs:
     """Estimate the room for so many tokens.
 
     Members of a scale group (q, k and v; gate and up) share their input.
+    streams  runs of every batch where targets are corrected; then inputs of a layer are kept
     """
     groups = scale_groups(skeleton.seats, group_members(config))
     statistics = 0
     grams: dict[str | None, int] = defaultdict(int)
+    inputs: dict[str | None, int] = defaultdict(int)
     holders: set[Hashable] = set()
     for module, seat in skeleton.seats.items():
         holder = groups.get(module, module)
@@ -230,10 +234,13 @@ def needs_of(skeleton: Skeleton, gram: str, tokens: int, config: dict[str, objec
         columns = skeleton.linears[module].shape[1]
         width = block_width(gram, columns)
         matrix = 4 * -(-columns // width) * width * width if width else 0
-        statistics += 4 * columns * (2 if gram == "none" else 3) + matrix
-        grams[skeleton.layer_above(seat.path)] += matrix
+        statistics += 4 * columns * (2 if gram == "none" else 3) + matrix * (2 if streams else 1)
+        layer = skeleton.layer_above(seat.path)
+        grams[layer] += matrix * (3 if streams else 1)  # H, a sum beside it, and its solution
+        inputs[layer] += 4 * tokens * columns if streams else 0
     hidden = int(getattr(skeleton.model.config.get_text_config(), "hidden_size", 0))
-    return Needs(statistics, 3 * 4 * tokens * hidden, max(grams.values(), default=0))
+    states = 3 * 4 * tokens * hidden * max(1, streams) + max(inputs.values(), default=0)
+    return Needs(statistics, states, max(grams.values(), default=0))
 
 
 def state_of(output: Path) -> Path:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.calibration.result import Calibrated
+from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.errors import InputError, OutputError, describe_missing, shell_line
-from fp4convert.numerics.formats import GPTQ, METHODS, format_named
+from fp4convert.numerics.formats import FP4_FORMATS, GPTQ, METHODS, check_rule, format_named
 from fp4convert.options.access import as_nbytes
 from fp4convert.options.arguments import as_path, chosen_adapter
 from fp4convert.options.measuring import CalibrateOptions, TextOptions
@@ -20,6 +21,7 @@ from fp4convert.planning.method_needs import rounded
 from fp4convert.progress import Phases
 
 if TYPE_CHECKING:
+    from fp4convert.calibration.prefix import Goal
     from fp4convert.calibration.samples import Feed
     from fp4convert.conversion.work import Work
     from fp4convert.execution.settings import Settings
@@ -29,17 +31,20 @@ NEEDING: dict[str, Any] = dict.fromkeys(  # options that may need statistics
     ("target_bits", "target_size", "scale_rule", "kv_cache", "damping", "passes")
 )
 CHOSEN = ("dialect", "format", "activations", "exclude", "include")  # by --for
+METHODLESS_GRAM = "diag"  # where no method is said
+TEXTS = ("text", "dataset", "self_generate")
 SHARED = (  # options of a quantize and its calibration
-    *("text", "dataset", "self_generate", "lora", "lora_scale", "device", "tell"),
+    *(*TEXTS, "lora", "lora_scale", "device", "tell"),
     *("revision", "subfolder", "token", "memory", "config"),
 )
 
 
-def calibrate(options: CalibrateOptions) -> Calibrated:
+def calibrate(options: CalibrateOptions, goal: Goal | None = None) -> Calibrated:
     """Run text through the model and keep the inputs of linear layers.
 
     A layer is in memory at a time.  One of text, dataset and self_generate is given: the command
     `calibrate`.
+    goal     how quantize will round, where its options say that
     Returns  what was written; `warnings` says what a person should know of it
     Raises   Fp4Error: InputError for text or a model that cannot be used, or without the packages
              that run it, OutputError for a file that cannot be written
@@ -52,12 +57,16 @@ def calibrate(options: CalibrateOptions) -> Calibrated:
     with interruptible(output):
         phases.begin("plan")
         adapter = chosen_adapter(options.lora, options.lora_scale, options.access())
+        source = open_model(os.fspath(options.source), options.access())
+        gram = options.gram or METHODLESS_GRAM
+        if goal is None and _has_goal(options):
+            goal, gram = _find_goal(options)
         return run.calibrate(
             run.Run(
-                source=open_model(os.fspath(options.source), options.access()),
+                source=source,
                 output=output,
                 feed=feed,
-                gram=options.gram,
+                gram=gram,
                 has_losses=options.sensitivity,
                 device=options.device,
                 held_nbytes=as_nbytes(options.hold),
@@ -65,8 +74,45 @@ def calibrate(options: CalibrateOptions) -> Calibrated:
                 phases=phases,
                 tell=options.tell,
                 adapter=adapter,
+                goal=goal,
             )
         )
+
+
+def _has_goal(options: CalibrateOptions) -> bool:
+    """Tell whether statistics are for one way to round; refuse idle options."""
+    is_rounded = int(options.activations) != 16
+    idle = {"format": options.for_method or is_rounded, "scale_rule": options.for_method}
+    for name, has_use in idle.items():
+        word = getattr(options, name)
+        if word is not None and not has_use:
+            detail = f"--{name.replace('_', '-')} {word} is for --for-method, which is not given"
+            raise InputError("idle-option", detail, f"Add --for-method {GPTQ}, or leave it out.")
+    return options.for_method is not None or is_rounded
+
+
+def _find_goal(options: CalibrateOptions) -> tuple[Goal, str]:
+    """Plan the quantize that statistics are for; return its Gram, too."""
+    from fp4convert.conversion.one_checkpoint import Conversion
+    from fp4convert.conversion.rounding_goal import goal_of
+    from fp4convert.conversion.work import prepare
+
+    option = f"--for-method {GPTQ}" if options.for_method else "--activations 4"
+    if options.format is None:
+        detail = f"{option} is for one format of weights; expected --format with it"
+        raise InputError("usage", detail, f"Add one: {option} --format {next(iter(FP4_FORMATS))}.")
+    if options.gram in ("none", METHODLESS_GRAM):
+        detail = f"{option} needs Gram matrices, and --gram is {options.gram}"
+        raise InputError("no-gram", f"{detail}; expected block:N or full", "Leave --gram out.")
+    shared = {name: getattr(options, name) for name in SHARED if name not in TEXTS}
+    chosen = {name: getattr(options, name) for name in ("format", "activations")}
+    asked = QuantizeOptions(options.source, **shared, **chosen, method=METHODS[0])
+    work = prepare(asked, may_write=False)
+    assert isinstance(work, Conversion), "a pipeline is no model"
+    if options.scale_rule is not None:
+        check_rule(format_named(options.format), options.scale_rule)
+    goal = goal_of(work, options.scale_rule, options.for_method is not None)
+    return goal, options.gram or _choose_gram(work)
 
 
 def feed_of(options: TextOptions, command: str) -> Feed:
@@ -99,16 +145,18 @@ def calibrate_first(options: QuantizeOptions, settings: Settings, is_dry: bool) 
     without statistics.
     """
     from fp4convert.conversion.engine_choice import choose_options
+    from fp4convert.conversion.one_checkpoint import Conversion
     from fp4convert.conversion.work import prepare
 
     _refuse_beside_text(options, settings)
     shared = {name: getattr(options, name) for name in SHARED}
     asked = CalibrateOptions(source=options.source, output=options.source, **shared)
     feed = feed_of(asked, "quantize with a text")
-    silent: dict[str, Any] = dict.fromkeys(("text", "dataset", "self_generate"))
+    silent: dict[str, Any] = dict.fromkeys(TEXTS)
     untried = choose_options(replace(options, method=METHODS[0], **silent, **NEEDING))
     chosen = {name: getattr(untried, name) for name in CHOSEN}
     plain = replace(options, method=METHODS[0], **silent, **chosen)
+    is_fitted = (options.target_bits, options.target_size) != (None, None)
     method = options.method or (GPTQ if format_named(str(plain.format)).is_fp4 else METHODS[0])
     file = plain.folder.with_name(f"{plain.folder.name}.calibration.safetensors")
     work = prepare(untried, may_write=False)
@@ -118,20 +166,28 @@ def calibrate_first(options: QuantizeOptions, settings: Settings, is_dry: bool) 
     asked = replace(
         asked,
         output=file,
-        gram=_choose_gram(work) if method == GPTQ else "diag",
-        sensitivity=(options.target_bits, options.target_size) != (None, None),
+        gram=_choose_gram(work) if method == GPTQ else METHODLESS_GRAM,
+        sensitivity=is_fitted,
         force=options.force,
         phases=settings.phases,
     )
-    words = f"{feed.words()}, --gram {asked.gram}"
+    goal, words = None, f"{feed.words()}, --gram {asked.gram}"
+    # Formats that a size decides come later: no prefix is known. Nor is one of given scales.
+    is_known = not is_fitted or untried.activations == ACTIVATIONS_FP4
+    is_known &= (options.global_scale, options.via) == (None, None)
+    if method == GPTQ and is_known and isinstance(work, Conversion):
+        from fp4convert.conversion.rounding_goal import goal_of
+
+        goal = goal_of(work, options.scale_rule, is_sequential=not is_fitted)
+        words += f", --activations {ACTIVATIONS_FP4}" if is_fitted else f", --for-method {GPTQ}"
     if is_there:
-        _check_same(file, feed, asked)
+        _check_same(file, feed, asked, goal)
     if is_dry:
         settings.tell(f"calibrates first: {words}; then rounds by {method}")
         return plain
     if not is_there:
         settings.tell(f"calibrates first: {words}; {file} keeps the statistics")
-        for line in calibrate(asked).warnings:
+        for line in calibrate(asked, goal).warnings:
             settings.tell(line)
     settings.tell(f"rounds by {method} with {file}")
     return replace(plain, calibration=file, method=method)
@@ -159,16 +215,18 @@ def _choose_gram(work: Work) -> str:
     return "full" if is_small else "block:128"
 
 
-def _check_same(file: Path, feed: Feed, asked: CalibrateOptions) -> None:
+def _check_same(file: Path, feed: Feed, asked: CalibrateOptions, goal: Goal | None) -> None:
     """Raise OutputError for statistics that another calibration made."""
     from fp4convert.calibration.calibration_file import is_calibration, open_calibration
 
     known, wanted = None, f"--gram {asked.gram}{' --sensitivity' if asked.sensitivity else ''}"
+    wanted += "".join(f" --{name} {word}" for name, word in (goal.settings if goal else {}).items())
     if is_calibration(file):
         known = open_calibration(str(file))
     if (
         known is None
         or (known.notes["text"], known.gram_kind) != (feed.words(), asked.gram)
+        or known.targets != (goal.settings if goal else {})
         or (asked.sensitivity and not known.loss_formats)
     ):
         detail = f"{file} is there already, and not of this text and {wanted}"

@@ -621,7 +621,11 @@ def calibrate(
     sequence_length: int | None = None,
     device: str = "auto",
     hold: float = 8.0,
-    gram: str = "diag",
+    gram: str | None = None,
+    for_method: str | None = None,
+    format: str | None = None,
+    scale_rule: str | None = None,
+    activations: int = 16,
     sensitivity: bool = False,
     lora: Reference | Iterable[Reference] | None = (),
     lora_scale: float | None = None,
@@ -632,13 +636,20 @@ def calibrate(
 
     A layer is in memory at a time.  One of text, dataset and self_generate is given: the command
     `calibrate`.
+    goal     how quantize will round, where its options say that
     Returns  what was written; `warnings` says what a person should know of it
     Raises   Fp4Error: InputError for text or a model that cannot be used, or without the packages
              that run it, OutputError for a file that cannot be written
 
     source: A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.
     output: New safetensors file.
-    gram: Input statistics: diag for importance and awq, block:N or full for gptq.
+    gram: Input statistics: diag (default) for importance and awq, block:N or full for gptq. With
+        --for-method full where it takes at most 16 GB, else block:128.
+    for_method: Round layer by layer meanwhile: statistics of inputs behind rounded weights, for
+        this method of quantize. Needs --format. One of: gptq.
+    format: With --for-method or --activations 4: of quantize. One of: nvfp4, mxfp4.
+    scale_rule: With --for-method: of quantize.
+    activations: 4: record Grams of inputs as engines round them. One of: 16, 4.
     sensitivity: Also measure what outputs lose by each part in each format, for --target-bits.
     lora: Merge this LoRA adapter, a folder or ORG/NAME, and round so that it stays.
     lora_scale: With --lora: multiplies the adapter's own scale. Default: 1.

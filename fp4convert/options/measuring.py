@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, ClassVar
 
 from fp4convert.errors import InputError, shell_line
-from fp4convert.numerics.formats import GRAMS
+from fp4convert.numerics.formats import FP4_FORMATS, GPTQ, GRAMS
 from fp4convert.options.access import DEVICES, AccessOptions, DeviceOptions, Force
 from fp4convert.options.arguments import (
     Adapters,
@@ -102,13 +102,36 @@ class CalibrateOptions(TextOptions):
     ]
     _: KW_ONLY
     gram: Annotated[
-        str,
+        str | None,
         Option(
-            "Input statistics: diag for importance and awq, block:N or full for gptq.",
+            "Input statistics: diag (default) for importance and awq, block:N or full for gptq."
+            " With --for-method full where it takes at most 16 GB, else block:128.",
             panel=QUALITY,
             value=f"[{'|'.join(GRAMS)}]",
         ),
-    ] = "diag"
+    ] = None
+    for_method: Annotated[
+        str | None,
+        Option(
+            "Round layer by layer meanwhile: statistics of inputs behind rounded weights, for"
+            " this method of quantize. Needs --format.",
+            (GPTQ,),
+            panel=QUALITY,
+        ),
+    ] = None
+    format: Annotated[
+        str | None,
+        Option(
+            "With --for-method or --activations 4: of quantize.", tuple(FP4_FORMATS), panel=QUALITY
+        ),
+    ] = None
+    scale_rule: Annotated[
+        str | None,
+        Option("With --for-method: of quantize.", panel=QUALITY, value="<rule>", is_rare=True),
+    ] = None
+    activations: Annotated[
+        int, Option("4: record Grams of inputs as engines round them.", ("16", "4"), panel=QUALITY)
+    ] = 16
     sensitivity: Annotated[
         bool,
         Option(

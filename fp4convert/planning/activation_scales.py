@@ -170,11 +170,14 @@ def measured_scales(calibration: Calibration) -> InputScales:
                 f" {exclude_option(fed.module)}"
             )
             raise InputError("input-scale-zero", detail, next_step, fed.module)
-        fmt = fed.form.format
-        reach = _fit(amax * HEADROOM, typical_seen(calibration, fed), fmt)
-        return max(amax / range_of(fmt), reach)
+        return scale_beyond(amax, typical_seen(calibration, fed), fed.form.format)
 
     return InputScales(str(calibration.path), find)
+
+
+def scale_beyond(amax: float, typical: float, fmt: Format) -> float:
+    """Return the scale that reaches beyond the largest input seen."""
+    return max(amax / range_of(fmt), _fit(amax * HEADROOM, typical, fmt))
 
 
 def _fit(reach: float, typical: float, fmt: Format) -> float:

@@ -75,6 +75,7 @@ def check_statistics(
         every = (linear for step in rounded(plan) for linear in step.linears)
         linears = [linear for linear in every if is_every or linear.coding.columns]
     check_linears(calibration, linears)
+    _check_targets(plan.target, calibration)
     if method == GPTQ:
         _check_grams(calibration, linears)
     # the statistics that they take must be there
@@ -85,7 +86,44 @@ def check_statistics(
         for statistic in taken:
             statistic(module)
     spared = _spared(plan, calibration, linears) if method == GPTQ else ()
-    return (*_untouched(plan, is_fitted), *spared)
+    return (*_untouched(plan, is_fitted), *spared, *_unmatched(plan, calibration))
+
+
+def _check_targets(target: Target, calibration: Calibration) -> None:
+    """Raise InputError for corrections that are for another way to round."""
+    wanted, rule = calibration.targets, target.rule_for(FORMATS[target.format])
+    if not wanted or not takes_statistics(target):
+        return
+    asked = {
+        "format": target.format,
+        "method": target.method,
+        "activations": target.activations,
+        "scale_rule": rule,
+    }
+    others = {name: word for name, word in asked.items() if wanted.get(name, word) != word}
+    if not others:
+        return
+    words = ", ".join(f"{name} {wanted[name]}, not {word}" for name, word in others.items())
+    detail = f"{calibration.path} was made for {words.replace('_', ' ')}; expected one for these"
+    line = "fp4convert calibrate SOURCE -o FILE --text TEXT"
+    if target.method == GPTQ:
+        line += f" --for-method {GPTQ} --format {target.format} --scale-rule {rule}"
+        line += f" --activations {target.activations}"
+    raise InputError("calibration-targets", detail, f"Make it: {line}")
+
+
+def _unmatched(plan: Plan, calibration: Calibration) -> Iterator[str]:
+    """Warn of modules that only a calibration rounded."""
+    if "scale_rule" not in calibration.targets:
+        return
+    made = {linear.module for step in rounded(plan) for linear in step.linears}
+    names = (name.partition(".target_amax") for name in calibration.refs)
+    if others := [module for module, ending, _ in names if ending and module not in made]:
+        yield (
+            f"{len(others)} modules that {calibration.path} was rounded with stay, the first"
+            f" {others[0]!r}: layers behind them make up for errors that are not there; calibrate"
+            " for the same modules: quantize with --text"
+        )
 
 
 def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:

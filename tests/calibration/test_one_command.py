@@ -25,7 +25,8 @@ def shards(folder: Path) -> dict[str, bytes]:
 def test_one_command_is_two(tmp_path, llama, words):
     one, two, file = tmp_path / "one", tmp_path / "two", tmp_path / "s.safetensors"
     assert convert(llama, one, "--text", words).code == 0
-    assert run("calibrate", llama, "-o", file, "--text", words, "--gram", "full").code == 0
+    way = ("--for-method", "gptq", "--format", "nvfp4")
+    assert run("calibrate", llama, "-o", file, "--text", words, *way).code == 0
     assert convert(llama, two, "--method", "gptq", "--calibration", file).code == 0
     assert shards(one) == shards(two) != {}
     kept = tmp_path / "one.calibration.safetensors"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tiny_chains import LENGTH, SAMPLES, TEXT, calibrate, make_model, tokens_of
+from torch_formulas import mx_rounded
 
 from fp4convert.calibration import output_losses
 from fp4convert.calibration.calibration_file import open_calibration
@@ -44,8 +45,11 @@ def in_fp8(w: Any, axis: int) -> Any:
     return (w / step).to(torch.float8_e4m3fn).float() * step
 
 
-def judge(name: str, source: Path, stored: list[str], axis: int) -> float:
-    """KL of predictions; of an encoder the squared error of its hidden states."""
+def judge(name: str, source: Path, stored: list[str], axis: int, to: Any = in_fp8) -> float:
+    """KL of predictions; of an encoder the squared error of its hidden states.
+
+    to  what becomes of weights; of inputs too, unless it is FP8
+    """
     import torch
     import transformers
 
@@ -57,7 +61,10 @@ def judge(name: str, source: Path, stored: list[str], axis: int) -> float:
         for path, parameter in model.eval().named_parameters():
             is_matrix = parameter.dim() > 1 and not path.endswith("bias")
             if is_rounded and is_matrix and any(f"{part}." in path for part in stored):
-                parameter.data = in_fp8(parameter.data, axis)
+                parameter.data = to(parameter.data, axis)
+        for path, module in model.named_modules():
+            if is_rounded and to is not in_fp8 and any(path.endswith(part) for part in stored):
+                module.register_forward_pre_hook(lambda _, args: (to(args[0], -1),))
         with torch.no_grad():
             made = model(input_ids=ids)
         outputs.append(made[0] if name == "Bert" else made.logits[:, :-1].log_softmax(-1))
@@ -95,6 +102,23 @@ def test_a_part_alone_costs_what_it_does_in_the_whole_model(
     assert found["fp8"] == pytest.approx(judge(name, source, short, axis), rel=2e-3)
     assert found["fp8"] < min(found["nvfp4"], found["mxfp4"])
     assert open_calibration(file).loss_kind == ("output" if name == "Bert" else "kl")
+
+
+def in_mxfp4(x: Any, axis: int) -> Any:
+    return mx_rounded(x)
+
+
+@pytest.mark.parametrize("leaves", [ATTENTION, ["mlp.down_proj"]], ids=str)
+def test_inputs_are_rounded_too_where_activations_have_four_bits(
+    leaves: list[str], tmp_path: Path, words: Path
+) -> None:
+    source, file = make_model(tmp_path / "m", "Llama"), tmp_path / "c.safetensors"
+    for_four = ("--activations", 4, "--format", "mxfp4")
+    made = calibrate(source, file, "--text", words, "--sensitivity", *for_four)
+    assert made.code == 0, made.err
+    stored = [f"model.layers.1.{leaf}" for leaf in leaves]
+    expected = judge("Llama", source, stored, -1, in_mxfp4)
+    assert losses_in(file, stored)["mxfp4"] == pytest.approx(expected, rel=2e-3)
 
 
 class Death(BaseException):

@@ -124,6 +124,6 @@ def test_defaults_stand_once_where_options_travel():
         if any(each.default == default for each in known.get(option, ()))
     ]
     own = {(each.name, each.default) for rows in known.values() for each in rows}
-    assert own >= {("device", "auto"), ("memory", 1.0), ("gram", "diag"), ("samples", 128)}
+    assert own >= {("device", "auto"), ("memory", 1.0), ("samples", 128)}
     twice = {pair: n for pair, n in Counter((o, d) for _, o, d in found).items() if n > 1}
     assert twice == {}, found

@@ -55,6 +55,21 @@ def nvfp4_weight(packed: Any, stored: Any, global_scale: Any = 1.0) -> Any:
     return decoded(unpacked(packed), e4m3(stored) * global_scale)
 
 
+def mx_rounded(x: Any) -> Any:
+    """Values in MXFP4 along the last axis; powers of two of amaxes that are rounded at 1.75, and
+    codes by ml_dtypes.
+    """
+    import ml_dtypes
+    import numpy as np
+    import torch
+
+    blocks = x.detach().double().numpy().reshape(-1, 32)
+    amax = np.abs(blocks).max(-1, keepdims=True)
+    steps = np.exp2(np.floor(np.log2(np.maximum(amax, 1e-30) * (8 / 7))) - 2)
+    codes = np.clip(blocks / steps, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    return torch.from_numpy(codes * steps).reshape(x.shape).to(x.dtype)
+
+
 def quark_weights(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Name -> float32 weight of every four-bit module, as Quark spells it; ModelOpt's NVFP4 has the
     same names.

@@ -22,6 +22,7 @@ from fp4convert.calibration.methods.gptq import (
     round_columns,
     torch_device,
 )
+from fp4convert.calibration.methods.targets import Correction, retargeted
 from fp4convert.calibration.statistics import has_few_tokens
 from fp4convert.makers.maker import Tools
 from fp4convert.makers.methods.method import Group, Method, Under
@@ -51,14 +52,20 @@ class Gptq(NamedTuple):
     passes: int
 
     def under(self, group: Group, tools: Tools, given: Given = OWN) -> Under:
-        return self.scaled_by.under(group, tools, given)
+        under, calibration = self.scaled_by.under(group, tools, given), tools.calibration
+        is_own = under.given.amax is None or under.given.is_own
+        if calibration is None or not group.fmt.has_global_scale or not is_own:
+            return under
+        amax = calibration.target_amax(group.modules[0])
+        return under if amax is None else Under(Given(amax))
 
     def panels(self, group: Group, tools: Tools, under: Under) -> Generator[tuple[int, Quantized]]:
         calibration = tools.calibration
         if calibration is None:
             raise RuntimeError("gptq without its calibration")
         known: dict[str, Factor] = {}  # of the last member, and most often of all of its group
-        nearest = self.scaled_by.panels(group, tools, under)
+        targets = _targets_of(group, calibration)
+        nearest = self.scaled_by.panels(group._replace(members=targets), tools, under)
         for number, panels in groupby(nearest, key=itemgetter(0)):
             module, weights = group.modules[number], group.members[number]
             if has_few_tokens(calibration, module):
@@ -70,7 +77,8 @@ class Gptq(NamedTuple):
             with explained(f"{calibration.path}: the Gram matrix of {module}", module):
                 if holder not in known:
                     known = {holder: self._factor(module, weights, tools, calibration)}
-                for q in self._rounded(weights, scaled, known[holder], tools):
+                aims = weights, targets[number]
+                for q in self._rounded(*aims, scaled, known[holder], tools):
                     yield number, q
 
     def _factor(
@@ -85,27 +93,40 @@ class Gptq(NamedTuple):
         return factorize(blocks, gram.columns, torch_device(tools.backend.name), self.damping)
 
     def _rounded(
-        self, weights: Weights, scaled: Quantized, factor: Factor, tools: Tools
+        self, weights: Weights, targets: Weights, scaled: Quantized, factor: Factor, tools: Tools
     ) -> Generator[Quantized]:
-        """Round column by column, go over it, and compare it with the weights."""
+        """Round targets, go over it, and compare it with the weights."""
         h = aligned(factor.damped, weights.shape[1], scaled.format)
         for first, last in row_panels(weights.shape, PANEL_ELEMENTS):
-            q, panel = scaled.rows(first, last), weights.rows(first, last)
-            values = as_floats(panel)
+            q, values = scaled.rows(first, last), as_floats(targets.rows(first, last))
             codes = round_columns(values, block_steps(q).reshape(last - first, -1), factor)
             q = replace(q, packed=pack(codes).reshape(-1).data)
             if self.passes:
                 q = tools.backend.descend(values, q, h, self.passes)
-            yield replace(q, compared=Cpu().compare(panel, q))
+            yield replace(q, compared=Cpu().compare(weights.rows(first, last), q))
 
     def caller_nbytes(self, calibration: Calibration | None) -> int:
         """Count H and panels at the widest linear layer that the file knows."""
         widths = calibration.gram_widths() if calibration else ()
-        return max((held_nbytes(count, width) for count, width in widths), default=0)
+        beside = 4 if calibration and calibration.targets else 0  # a correction, as large as H
+        sizes = (held_nbytes(count, n) + beside * count * n for count, n in widths)
+        return max(sizes, default=0)
 
     def working(self) -> AbstractContextManager[None]:
         reuse_freed_memory()
         return one_thread()
+
+
+def _targets_of(group: Group, calibration: Calibration) -> list[Weights]:
+    """Return the targets of members, by a calibration."""
+    known: dict[str, Correction | None] = {}
+    targets = []
+    for module, weights in zip(group.modules, group.members, strict=True):
+        holder = calibration.holder(module)
+        if holder not in known:
+            known[holder] = calibration.correction(module, weights.shape)
+        targets.append(retargeted(weights, known[holder]))
+    return targets
 
 
 def _without_codes(panels: Iterable[tuple[int, Quantized]], weights: Weights) -> Quantized:
