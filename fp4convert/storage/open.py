@@ -167,6 +167,10 @@ def _pipeline(reference: str, source: Source, access: Access | None) -> InputErr
 def _open(reference: str, access: Access, may_lack: bool = False) -> Source:
     source = _open_stored(reference, access, may_lack)
     frames = [shard.frame.container for shard in source.checkpoint.shards]
+    if "quantization" in source.checkpoint.config:
+        from fp4convert.storage.mlx_biases import join_biases
+
+        source = join_biases(source)
     if "gguf" in frames:
         from fp4convert.storage.gguf_views import join_parts
 

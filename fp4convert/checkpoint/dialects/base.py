@@ -149,6 +149,7 @@ class Traits:
     q8_0               matrices that stay can be Q8_0
     floats             patterns of tensors that engines read as floats alone
     unread_stacks      endings of the scales of stacks that engines read and nothing here does
+    has_own_stacks     stacks of experts have names of the engine's classes, not of the model's
     correction         table of low-rank corrections, which every module has; engines then quantize
                        activations to four bits, and look up each module's name
     """
@@ -175,6 +176,7 @@ class Traits:
     q8_0: bool = False
     floats: tuple[str, ...] = ()
     unread_stacks: tuple[str, ...] = ()
+    has_own_stacks: bool = False
     correction: CorrectionTable | None = None
 
     @property

@@ -1,0 +1,70 @@
+"""Read the biases of gpt-oss in MLX's form as transformers has them.
+
+mlx-lm cuts the stack gate_up_proj of gpt-oss in two, and its bias: X.experts.gate_proj.bias and
+X.experts.up_proj.bias [experts, rows] were X.experts.gate_up_proj_bias, in which they take turns;
+X.experts.down_proj.bias was X.experts.down_proj_bias.
+Source: mlx-lm 0.32, models/gpt_oss.py, sanitize.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.source import Source, SourceView
+
+GATE, UP, DOWN = (f".experts.{part}_proj.bias" for part in ("gate", "up", "down"))
+GATE_UP, DOWN_BIAS = ".experts.gate_up_proj_bias", ".experts.down_proj_bias"
+
+
+def join_biases(source: Source) -> Source:
+    """Return a checkpoint of MLX, its biases of stacks as transformers has them."""
+    names = {ref.name for ref in source.checkpoint.tensors}
+    is_cut = any(name.endswith(GATE) and name.removesuffix(GATE) + UP in names for name in names)
+    return JoinedBiases(source) if is_cut else source
+
+
+class JoinedBiases(SourceView):
+    """A checkpoint of MLX with the biases of stacks as transformers has them."""
+
+    def __init__(self, source: Source) -> None:
+        checkpoint = source.checkpoint
+        refs = {ref.name: ref for ref in checkpoint.tensors}
+        self._stored: dict[str, tuple[TensorRef, ...]] = {}
+        shards = []
+        for shard in checkpoint.shards:
+            tensors = []
+            for ref in shard.tensors:
+                stem, other = (
+                    ref.name.removesuffix(GATE),
+                    refs.get(ref.name.removesuffix(GATE) + UP),
+                )
+                if ref.name.endswith(UP) and ref.name.removesuffix(UP) + GATE in refs:
+                    continue
+                if ref.name.endswith(DOWN):
+                    name = ref.name.removesuffix(DOWN) + DOWN_BIAS
+                    self._stored[name] = (ref,)
+                    ref = ref._replace(name=name)
+                elif ref.name.endswith(GATE) and other and other.shape == ref.shape:
+                    self._stored[stem + GATE_UP] = (ref, other)
+                    shape = (*ref.shape[:-1], 2 * ref.shape[-1])
+                    ref = ref._replace(name=stem + GATE_UP, shape=shape)
+                tensors.append(ref)
+            shards.append(shard._replace(tensors=tuple(tensors)))
+        super().__init__(source, checkpoint._replace(shards=tuple(shards)))
+
+    def stored(self, ref: TensorRef) -> TensorRef:
+        return self._stored.get(ref.name, (ref,))[0]
+
+    def read_range(self, ref: TensorRef, start: int, stop: int) -> memoryview:
+        stored = self._stored.get(ref.name, ())
+        if len(stored) < 2:
+            return super().read_range(ref, start, stop)
+        item = ref.nbytes // ref.elements
+        halves = [
+            np.frombuffer(self._source.read(one), np.uint8).reshape(-1, item) for one in stored
+        ]
+        return memoryview(np.stack(halves, axis=1).reshape(-1))[start:stop]
+
+    def read_into(self, ref: TensorRef, start: int, buffer: memoryview) -> None:
+        buffer[:] = self.read_range(ref, start, start + buffer.nbytes)
