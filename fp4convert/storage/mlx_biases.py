@@ -35,21 +35,17 @@ class JoinedBiases(SourceView):
         for shard in checkpoint.shards:
             tensors = []
             for ref in shard.tensors:
-                stem, other = (
-                    ref.name.removesuffix(GATE),
-                    refs.get(ref.name.removesuffix(GATE) + UP),
-                )
-                if ref.name.endswith(UP) and ref.name.removesuffix(UP) + GATE in refs:
+                name, shape = ref.name, ref.shape
+                stem, other = name.removesuffix(GATE), refs.get(name.removesuffix(GATE) + UP)
+                if name.endswith(UP) and name.removesuffix(UP) + GATE in refs:
                     continue
-                if ref.name.endswith(DOWN):
-                    name = ref.name.removesuffix(DOWN) + DOWN_BIAS
+                if name.endswith(DOWN):
+                    name = name.removesuffix(DOWN) + DOWN_BIAS
                     self._stored[name] = (ref,)
-                    ref = ref._replace(name=name)
-                elif ref.name.endswith(GATE) and other and other.shape == ref.shape:
-                    self._stored[stem + GATE_UP] = (ref, other)
-                    shape = (*ref.shape[:-1], 2 * ref.shape[-1])
-                    ref = ref._replace(name=stem + GATE_UP, shape=shape)
-                tensors.append(ref)
+                elif name.endswith(GATE) and other and other.shape == shape:
+                    name, shape = stem + GATE_UP, (*shape[:-1], 2 * shape[-1])
+                    self._stored[name] = (ref, other)
+                tensors.append(ref._replace(name=name, shape=shape))
             shards.append(shard._replace(tensors=tuple(tensors)))
         super().__init__(source, checkpoint._replace(shards=tuple(shards)))
 

@@ -171,6 +171,10 @@ def _open(reference: str, access: Access, may_lack: bool = False) -> Source:
         from fp4convert.storage.mlx_biases import join_biases
 
         source = join_biases(source)
+    if "quantization_config" in source.checkpoint.config:
+        from fp4convert.storage.mxfp4_experts import as_deepseek
+
+        source = as_deepseek(source)
     if "gguf" in frames:
         from fp4convert.storage.gguf_views import join_parts
 
