@@ -60,7 +60,7 @@ class JoinedBiases(SourceView):
         halves = [
             np.frombuffer(self._source.read(one), np.uint8).reshape(-1, item) for one in stored
         ]
-        return memoryview(np.stack(halves, axis=1).reshape(-1))[start:stop]
+        return np.stack(halves, axis=1).reshape(-1).data[start:stop]
 
     def read_into(self, ref: TensorRef, start: int, buffer: memoryview) -> None:
         buffer[:] = self.read_range(ref, start, start + buffer.nbytes)

@@ -13,9 +13,10 @@
 
 The record has the size of a block: weight_block_size, or block_structure or group_size of a group
 of compressed-tensors. Where ranks of tensor parallelism made a fused matrix, each has blocks of its
-own, whose last may be cut (MiMo V2.5: 8 x 27 rows of scales). Codes without a record, and without any float beside them, are values
-themselves. Source: transformers 5.23,
-integrations/finegrained_fp8; compressed-tensors 0.20, compressors; ModelOpt 0.47, torch/export.
+own, whose last may be cut (MiMo V2.5: 8 x 27 rows of scales). Codes without a record, and without
+any float beside them, are values themselves.
+Source: transformers 5.23, integrations/finegrained_fp8; compressed-tensors 0.20, compressors;
+ModelOpt 0.47, torch/export; vllm-project/vllm pulls 39293 and 53242.
 """
 
 from __future__ import annotations
@@ -132,11 +133,11 @@ class Fp8(CodingDefaults):
         height, width = (min(own, whole) for own, whole in zip(self.block, shape, strict=True))
         across, (first, last) = -(-shape[1] // width), rows
         if self.ranks > 1:
-            stored = decode_scales(source.read_range(ref, 0, ref.nbytes), ref.dtype)
+            every = decode_scales(source.read_range(ref, 0, ref.nbytes), ref.dtype)
             own = shape[0] // self.ranks  # rows of a rank
             at = np.arange(first, last)
             blocks = at // own * -(-own // height) + at % own // height
-            return Grid(stored.reshape(-1, across)[blocks], (1, width))
+            return Grid(every.reshape(-1, across)[blocks], (1, width))
         above, below = first // height, -(-last // height)
         is_arranged = self.layout in LAYOUTS and self.layout != LINEAR.name
         if is_arranged and len(ref.shape) == 2 and across > 1:
