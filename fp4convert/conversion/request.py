@@ -40,6 +40,7 @@ from fp4convert.planning.activation_scales import bounded_scales, choose_scales,
 from fp4convert.planning.engine_facts import engine_warnings
 from fp4convert.planning.plan import Plan
 from fp4convert.planning.quantize_plan import Cache, Scalars
+from fp4convert.progress import count_text
 from fp4convert.recipes.draft_layers import JOINT, find_drafts, is_draft_head
 from fp4convert.recipes.options import DRAFTS, KEEP, one_of
 from fp4convert.recipes.recipe import Recipe, Target, build_recipe
@@ -159,6 +160,7 @@ def _checks(
         yield partial(engine_warnings, checkpoint=source.checkpoint)
     if own_card(source):
         yield lambda plan: [CARD_LEFT]
+    yield partial(_note_growth, is_packed=options.keep_packed)
     if padding := source.checkpoint.padding:
         from fp4convert.planning.tensor_parallel import refuse_bad_splits
 
@@ -169,6 +171,23 @@ def _checks(
         yield check_splits
     if not source.is_streamed:  # from a Hub each would be a request: the run tells
         yield _check_carried
+
+
+def _note_growth(plan: Plan, is_packed: bool) -> Iterator[str]:
+    """Say that a result is larger than its source, and why, if so."""
+    grown = [
+        step
+        for step in plan.steps
+        if not step.is_made
+        and any(linear.coding.is_packed for linear in step.linears)
+        and step.output_bytes > step.source_bytes
+    ]
+    if plan.output_bytes > plan.source_bytes and grown:
+        least = "" if is_packed else ": --keep-packed leaves them as they are, where it can"
+        yield (
+            f"the result is larger than its source: {count_text(len(grown), 'module')} that stay"
+            f" were packed, and are wider now{least}"
+        )
 
 
 def _check_carried(plan: Plan) -> Iterable[str]:
