@@ -104,7 +104,7 @@ def _single_experts(artifact: Artifact) -> Callable[[str], bool]:
 
 
 def _stacked_as(module: str, recipe: Recipe) -> Iterator[StackRule]:
-    """Yield the recipe's rule for the stack that an expert's module belongs to."""
+    """Yield the recipe's rule for the stack of an expert's module."""
     for rule in recipe.stacks:
         if tensor := next(rule.tensors_of(module), None):
             yield rule._replace(tensors=(ending_of(tensor),))

@@ -133,7 +133,7 @@ class _Reader:
 
 
 def _in_turns(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
-    """Let the rows of neighbours of one parent, such as gate and up, take turns."""
+    """Let rows of neighbours below one parent take turns: gate and up."""
     parents: dict[str, list[Rows]] = {}
     for (rows,) in slots:
         parents.setdefault(rows.module.rpartition(".")[0], []).append(rows)

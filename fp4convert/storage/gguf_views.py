@@ -1,4 +1,4 @@
-"""Read a GGUF model in parts as one file, and one of images as safetensors.
+"""View GGUF parts as one file, and image models as safetensors.
 
 llama-gguf-split, and Unsloth, cut large models into NAME-00001-of-0000N.gguf: the first part has
 the keys, each has some of the tensors. The parts lie one behind another in a file that is nowhere;

@@ -1,4 +1,4 @@
-"""Read the biases of gpt-oss in MLX's form as transformers has them.
+"""View biases of gpt-oss in MLX's form in transformers' form.
 
 mlx-lm cuts the stack gate_up_proj of gpt-oss in two, and its bias: X.experts.gate_proj.bias and
 X.experts.up_proj.bias [experts, rows] were X.experts.gate_up_proj_bias, in which they take turns;
@@ -18,14 +18,14 @@ GATE_UP, DOWN_BIAS = ".experts.gate_up_proj_bias", ".experts.down_proj_bias"
 
 
 def join_biases(source: Source) -> Source:
-    """Return a checkpoint of MLX, its biases of stacks as transformers has them."""
+    """View a checkpoint of MLX with biases of stacks in transformers' form."""
     names = {ref.name for ref in source.checkpoint.tensors}
     is_cut = any(name.endswith(GATE) and name.removesuffix(GATE) + UP in names for name in names)
     return JoinedBiases(source) if is_cut else source
 
 
 class JoinedBiases(SourceView):
-    """A checkpoint of MLX with the biases of stacks as transformers has them."""
+    """A checkpoint of MLX with biases of stacks in transformers' form."""
 
     def __init__(self, source: Source) -> None:
         checkpoint = source.checkpoint

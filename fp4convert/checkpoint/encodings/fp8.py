@@ -347,7 +347,7 @@ def _block_of(
 def _block_of_ranks(
     scales: tuple[int, ...], shape: tuple[int, int], blocks: tuple[Block, ...]
 ) -> tuple[Block | None, int]:
-    """Return the block, and how many ranks have their own; None where nothing fits.
+    """Return the block and the number of ranks; None where nothing fits.
 
     Numbers of ranks that give blocks at other rows must not fit alike.
     """
