@@ -159,7 +159,9 @@ class Artifact(NamedTuple):
         packed, scalars = self.modules[module], self.spelling.TRAITS.scalars
         if not packed.form.has_input_scale:
             return None
-        stored = self._read(scalars.input_name(packed.stem))
+        name = scalars.input_name(packed.stem)
+        across = f"{packed.stem}_{name.removeprefix(packed.stem)[1:]}"  # of a stack named so
+        stored = self._read(across if across in self.tensors else name)
         if stored.nbytes > SCALAR_NBYTES:  # one for each matrix of a stack
             begin = packed.number * SCALAR_NBYTES
             stored = stored[begin : begin + SCALAR_NBYTES]
@@ -243,12 +245,19 @@ def open_quantized(reference: str, access: Access | None = None) -> tuple[Source
     return source, None if is_other else read_artifact(source, reference)
 
 
+PARAMS = "params.json"
+
+
 def read_clues(source: Source) -> Clues:
     """Read the configs and headers of a source."""
     tensors = {ref.name: ref for ref in source.checkpoint.tensors}
+    config = source.checkpoint.config
+    if not config:  # Mistral's own form
+        quantization = read_json(source, PARAMS).get("quantization")
+        config = {"quantization_config": quantization} if isinstance(quantization, dict) else {}
     frames = [shard.frame for shard in source.checkpoint.shards]
     notes = tuple(text for frame in frames for text in frame.engine_notes.values())
-    return Clues(source.checkpoint.config, read_json(source, ENGINE_RECORD), tensors, notes)
+    return Clues(config, read_json(source, ENGINE_RECORD), tensors, notes)
 
 
 def is_artifact(source: Source, clues: Clues) -> bool:

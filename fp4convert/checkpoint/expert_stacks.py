@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
 from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.class_table import RECORDS, find_architecture
 from fp4convert.checkpoint.dialects.stacks import STACK_DIMENSIONS, Rows, Slot
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.record import stacks_recorded
@@ -72,6 +73,7 @@ def rules_of(artifact: Artifact, recipe: Recipe) -> tuple[StackRule, ...]:
     """
     rules = list(stacks_recorded(artifact.record))
     place_of, stems = _place_finder(rules), set[str]()
+    has_single = _single_experts(artifact)
     for module, packed in artifact.modules.items():
         if packed.stem == module or packed.stem in stems:
             continue
@@ -79,13 +81,34 @@ def rules_of(artifact: Artifact, recipe: Recipe) -> tuple[StackRule, ...]:
         stored = packed.refs[0].name
         if place_of(module):
             continue
-        if rule := recipe.stack_rule(stored):  # named like a stack of floats
+        if artifact.spelling.TRAITS.has_own_stacks:
+            if not has_single(module):
+                rules += _stacked_as(module, recipe)
+        elif rule := recipe.stack_rule(stored):  # named like a stack of floats
             rules.append(rule._replace(tensors=(ending_of(stored),)))
         elif not artifact.record or recipe.stack_rule(packed.stem):
             slot = artifact.spelling.slots(packed.stem, packed.stored_shape)[0]
             leaves = tuple(rows.module.rpartition(".")[2] for rows in slot)
             rules.append(StackRule((ending_of(packed.stem),), leaves, True, len(leaves) > 1))
     return tuple(dict.fromkeys(rules))
+
+
+def _single_experts(artifact: Artifact) -> Callable[[str], bool]:
+    """Return a test of whether the model's class has an expert by itself.
+
+    Where no table has the class, it may.
+    """
+    config = {key: value for key, value in artifact.clues.config.items() if key not in RECORDS}
+    known = find_architecture(config, artifact.tensors)
+    return lambda module: known is None or bool(known.places(module + WEIGHT))
+
+
+def _stacked_as(module: str, recipe: Recipe) -> Iterator[StackRule]:
+    """Yield the recipe's rule for the stack of an expert's module."""
+    for rule in recipe.stacks:
+        if tensor := next(rule.tensors_of(module), None):
+            yield rule._replace(tensors=(ending_of(tensor),))
+            return
 
 
 def rules_of_gguf(linears: Iterable[Linear], recipe: Recipe) -> tuple[StackRule, ...]:

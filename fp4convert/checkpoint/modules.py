@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from fp4convert.checkpoint.dialects.base import Dialect, Packed, whole
 from fp4convert.checkpoint.dialects.forms import SCALE_DTYPES, Form, Group, parents_of
-from fp4convert.checkpoint.dialects.stacks import STACK_DIMENSIONS, StridedRows, places_of
+from fp4convert.checkpoint.dialects.stacks import Rows, Slot, StridedRows, places_of
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FP8
 from fp4convert.recipes.patterns import matches
@@ -61,16 +61,16 @@ class _Reader:
             self.findings.append(Finding("error", "tensor-shape", stem + WEIGHT, detail))
             return
         packed = self._tensors.get(stem + (WEIGHT if form.format.is_fp8 else traits.packed))
+        packed = packed or self._tensors.get(stem)  # a stack, a parameter of its own name
         if packed is None:
             detail = "its scales are there, its packed codes are not"
             self.findings.append(Finding("error", "packed-missing", stem, detail))
             return
         shape = self._dialect.stored_shape(stem, packed, form)
         if shape is None:
-            if not self._is_unread_stack(stem, packed):  # no fault; inspect lists it
-                detail = f"{packed.dtype} {list(packed.shape)} holds no matrix of whole blocks of"
-                detail += f" {form.format.block_size}"
-                self.findings.append(Finding("error", "packed-shape", stem, detail))
+            detail = f"{packed.dtype} {list(packed.shape)} holds no matrix of whole blocks of"
+            detail += f" {form.format.block_size}"
+            self.findings.append(Finding("error", "packed-shape", stem, detail))
             return
         if not form.format.block_size:  # with the dtype that its scales have
             ending = traits.fp8.scales if traits.fp8 else ".weight_scale"
@@ -85,14 +85,6 @@ class _Reader:
         if ref is None and table and ending in table.older:
             return self._tensors.get(stem + table.older[ending])
         return ref
-
-    def _is_unread_stack(self, stem: str, packed: TensorRef) -> bool:
-        """Return whether it is a stack that engines of the dialect read."""
-        if len(packed.shape) != STACK_DIMENSIONS or not packed.elements:
-            return False
-        names = (stem + ending for ending in self._dialect.TRAITS.unread_stacks)
-        scales = (self._tensors[name] for name in names if name in self._tensors)
-        return any(ref.shape[:-1] == packed.shape[:-1] for ref in scales)
 
     def _check(self, stem: str, shape: tuple[int, ...], specs: FormSpecs) -> None:
         """Add the module if its tensors are there and of their shapes."""
@@ -128,13 +120,24 @@ class _Reader:
         if self._is_each_alone:
             placed = {stem: self._whole_places(shape[0])}
         else:
-            placed = places_of(self._dialect.slots(stem, shape))
+            slots = self._dialect.slots(stem, shape)
+            if traits.takes_turns and stem + traits.takes_turns in tensors:
+                slots = _in_turns(slots)
+            placed = places_of(slots)
         for module, places in placed.items():
             rows = places[0].height if len(places) == 1 else sum([each.height for each in places])
             matrix = (rows, shape[-1])
             self.modules[module] = Packed(
                 tuple(refs), matrix, companions, stem, shape, places, form
             )
+
+
+def _in_turns(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
+    """Let rows of neighbours below one parent take turns: gate and up."""
+    parents: dict[str, list[Rows]] = {}
+    for (rows,) in slots:
+        parents.setdefault(rows.module.rpartition(".")[0], []).append(rows)
+    return tuple(map(tuple, parents.values()))
 
 
 def read_modules(

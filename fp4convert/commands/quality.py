@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
+from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.record import ADAPTER, place_recorded
 from fp4convert.checkpoint.whole_model import open_model, refuse_one_shard
 from fp4convert.engines.files import parse_engines
@@ -20,7 +21,7 @@ from fp4convert.options.measuring import CompareOptions
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.recipes.options import Reference
-from fp4convert.storage.open import open_original
+from fp4convert.storage.open import as_file_of, open_original
 from fp4convert.storage.source import Source, uncollected
 
 if TYPE_CHECKING:
@@ -212,6 +213,8 @@ def _open_recorded(
     commit, folder = place_recorded(record, reference)
     access = replace(options.original_access(), revision=commit)
     source = open_original(reference, access, folder)
+    dialect = str(record.get("dialect", "gguf"))  # without a record nothing is viewed
+    source = as_file_of(source, dialect_named(dialect).TRAITS.container)
     return pad_as_recorded(record, source)
 
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from fp4convert.conversion.quantize import prepare_quantize, quantize
-from fp4convert.conversion.request import padded_as_asked, take_apart
+from fp4convert.conversion.request import source_as_asked, take_apart
 from fp4convert.errors import DeviceError, Fp4Error, InputError, describe_missing, install_line
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import Job, begin
@@ -54,7 +54,7 @@ def work_on_node(
     """
     try:
         source = open_source(os.fspath(options.source), options.access())
-        source = padded_as_asked(source, options)
+        source = source_as_asked(source, options)
         settings = Settings(options.device, options.workers, is_joining=True)
         plan = prepare_quantize(take_apart(source, options), formats)
         return quantize(source, plan, options.folder, settings)

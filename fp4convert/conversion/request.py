@@ -40,12 +40,14 @@ from fp4convert.planning.activation_scales import bounded_scales, choose_scales,
 from fp4convert.planning.engine_facts import engine_warnings
 from fp4convert.planning.plan import Plan
 from fp4convert.planning.quantize_plan import Cache, Scalars
+from fp4convert.progress import count_text
 from fp4convert.recipes.draft_layers import JOINT, find_drafts, is_draft_head
 from fp4convert.recipes.options import DRAFTS, KEEP, one_of
 from fp4convert.recipes.recipe import Recipe, Target, build_recipe
 from fp4convert.recipes.rules import FoldUse
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.json_text import parse_json_object
+from fp4convert.storage.open import as_file_of
 from fp4convert.storage.source import Source, read_whole, uncollected
 
 if TYPE_CHECKING:
@@ -64,11 +66,18 @@ def _own_folds(source: Source) -> tuple[FoldUse, ...]:
     return folds_recorded(parse_json_object(read_whole(source, RECORD), RECORD))
 
 
-def padded_as_asked(source: Source, options: QuantizeOptions) -> Source:
-    """Add the zeros to a source that --pad-for-tp asks for.
+def _in_its_file(source: Source, options: QuantizeOptions) -> Source:
+    """View a source as the kind of file that the dialect is stored in."""
+    target = Target(str(options.format), options.dialect)
+    return as_file_of(source, dialect_to_write(target).TRAITS.container)
+
+
+def source_as_asked(source: Source, options: QuantizeOptions) -> Source:
+    """View a source as the dialect's kind of file, with --pad-for-tp's zeros.
 
     Raises  what pad_for_ranks raises; InputError for options that need its own sizes
     """
+    source = _in_its_file(source, options)
     if options.pad_for_tp is None:
         return source
     given = {
@@ -122,6 +131,7 @@ def take_apart(source: Source, options: QuantizeOptions) -> Request:
 
     Raises  InputError for anything that the options or the source have wrong
     """
+    source = _in_its_file(source, options)
     recipe, linears, scalars = _understand(source, options)
     linears = replace(linears, folds=_own_folds(source))
     if linears.folds and options.lora:
@@ -150,6 +160,7 @@ def _checks(
         yield partial(engine_warnings, checkpoint=source.checkpoint)
     if own_card(source):
         yield lambda plan: [CARD_LEFT]
+    yield partial(_note_growth, is_packed=options.keep_packed)
     if padding := source.checkpoint.padding:
         from fp4convert.planning.tensor_parallel import refuse_bad_splits
 
@@ -160,6 +171,23 @@ def _checks(
         yield check_splits
     if not source.is_streamed:  # from a Hub each would be a request: the run tells
         yield _check_carried
+
+
+def _note_growth(plan: Plan, is_packed: bool) -> Iterator[str]:
+    """Say that a result is larger than its source, and why, if so."""
+    grown = [
+        step
+        for step in plan.steps
+        if not step.is_made
+        and any(linear.coding.is_packed for linear in step.linears)
+        and step.output_bytes > step.source_bytes
+    ]
+    if plan.output_bytes > plan.source_bytes and grown:
+        least = "" if is_packed else ": --keep-packed leaves them as they are, where it can"
+        yield (
+            f"the result is larger than its source: {count_text(len(grown), 'module')} that stay"
+            f" were packed, and are wider now{least}"
+        )
 
 
 def _check_carried(plan: Plan) -> Iterable[str]:
@@ -287,7 +315,13 @@ def _recipe_for(
         damping = DAMPING if options.damping is None else options.damping
         passes = PASSES if options.passes is None else options.passes
         target = target._replace(damping=float(damping), passes=int(passes))
-    recipe = build_recipe(target, source.checkpoint.config, options)
+    frame = shards[0].frame if shards else None
+    if frame and frame.container == "gguf" and not source.checkpoint.config:
+        from fp4convert.recipes.gguf_names import build_for_gguf
+
+        recipe = build_for_gguf(target, source.checkpoint, options)
+    else:
+        recipe = build_recipe(target, source.checkpoint.config, options)
     return replace(recipe, keeps_packed=options.keep_packed)
 
 

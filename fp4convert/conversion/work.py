@@ -13,7 +13,7 @@ from fp4convert.checkpoint.whole_model import refuse_no_model
 from fp4convert.conversion.engine_choice import check_plan
 from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.quantize import prepare_quantize
-from fp4convert.conversion.request import padded_as_asked, take_apart
+from fp4convert.conversion.request import source_as_asked, take_apart
 from fp4convert.engines.verdicts import Verdict
 from fp4convert.errors import InputError, named, shell_line
 from fp4convert.execution.settings import Settings
@@ -50,7 +50,7 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
     if not components:
         with stopping(source):
             refuse_no_model(source, os.fspath(options.source))
-            source = padded_as_asked(source, options)
+            source = source_as_asked(source, options)
         fitted = None
         with refusal:
             request = take_apart(source, options)

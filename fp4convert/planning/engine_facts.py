@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from fp4convert.checkpoint.class_table import types_inside
+from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.engines.files import ENGINES, Engine, read_engine
 from fp4convert.engines.rows import Contents, Part
@@ -87,9 +88,12 @@ def with_model(contents: Contents, checkpoint: Checkpoint) -> Contents:
     """Add the facts of config.json; a draft head has a plain Llama's."""
     config = checkpoint.config
     is_head = is_draft_head(ref.name for ref in checkpoint.tensors)
+    kind = config.get("model_type", "")
+    if contents.dialect and dialect_named(contents.dialect).TRAITS.container != "safetensors":
+        kind = kind or next((shard.frame.architecture for shard in checkpoint.shards), "")
     is_speculators = SPECULATORS.items() <= config.items()
     return contents._replace(
-        model=HEAD if is_head else str(config.get("model_type", "")),
+        model=HEAD if is_head else str(kind),
         classes=(EAGLE3,) if is_speculators else class_names(config),
         inner=types_inside(config),
         has_code="auto_map" in config,

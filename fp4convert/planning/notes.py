@@ -50,6 +50,12 @@ def notes_on(checkpoint: Checkpoint) -> Iterator[str]:
     if copies:
         yield f"{copies[0]!r} is left out: Mistral's own copy of the weights, under its own names"
     left_out = [file for file in checkpoint.left_out if file not in copies]
+    if unnamed := [file for file in left_out if file.endswith(WEIGHTS)]:
+        yield (
+            f"{count_text(len(unnamed), 'file')} of weights, the first {unnamed[0]!r}: left out,"
+            " the index does not name them"
+        )
+    left_out = [file for file in left_out if file not in unnamed]
     if len(left_out) == 1:
         yield f"1 file holds weights in another form and is left out: {left_out[0]!r}"
     elif left_out:

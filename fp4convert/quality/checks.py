@@ -266,12 +266,11 @@ def _check_unread(artifact: Artifact) -> Iterator[Finding]:
     unread = [] if told else find_unread_codes(artifact)
     if not unread:
         return
-    traits = artifact.spelling.TRAITS
     endings: dict[str, list[str]] = {ref.name: [] for ref in unread if len(ref.shape) > MATRIX}
     for beside in find_beside(artifact.tensors, endings):
         if beside.is_scale:
             endings[beside.weight].append(beside.ending)
-    known = (*traits.suffixes, *traits.unread_stacks)
+    known = artifact.spelling.TRAITS.suffixes
     foreign = [name for name, found in endings.items() if found and not set(found) & set(known)]
     first = artifact.tensors[foreign[0]] if foreign else unread[0]
     detail = f"{len(unread)} tensors hold codes that fp4convert does not read, such as"

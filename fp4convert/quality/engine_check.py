@@ -32,7 +32,6 @@ from fp4convert.recipes.uneven_formats import (
 )
 from fp4convert.storage.safetensors import WEIGHT
 
-MLX_STACKS = ".switch_mlp."
 # Errors that do not concern engines: another source, and values that the format cannot hold.
 OF_SOURCE = ("source-differs", "weights-underflow")
 # The format of a matrix that the record leaves out, by the dtype of its weight.
@@ -46,7 +45,8 @@ def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Conten
     parts = set[tuple[str, int, bool]]()
     for module, packed in modules.items():
         # Rows on experts of the dialect mlx are about those that stand one by one.
-        is_expert = EXPERTS in module and MLX_STACKS not in packed.stem
+        is_stack = artifact.spelling.TRAITS.has_own_stacks and packed.stem != module
+        is_expert = EXPERTS in module and not is_stack
         parts.add((packed.form.word, packed.form.activations, is_expert))
     contents = Contents(
         artifact.dialect,

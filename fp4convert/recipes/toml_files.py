@@ -94,6 +94,12 @@ def families_of(kinds: Iterable[str]) -> list[RecipeFile]:
     return files
 
 
+def family_spelled(architecture: str) -> str | None:
+    """Return the model type of a family that llama.cpp spells so: gpt-oss."""
+    bare = re.sub(r"[-_.]", "", architecture)
+    return next((kind for kind in _families() if re.sub(r"[-_.]", "", kind) == bare), None)
+
+
 def chosen_files(recipe: str) -> list[RecipeFile]:
     """Return the file that --recipe names, after its bases.
 

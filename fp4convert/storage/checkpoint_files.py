@@ -37,6 +37,7 @@ WEIGHTS = ".safetensors"
 # A variant's: model.safetensors.index.fp16.json.
 OTHER_INDEX = re.compile(r"[^/]*\.safetensors\.index\.\w+\.json")
 NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d{1,9})\.safetensors")
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # as llama-gguf-split names them
 UNFINISHED = "A conversion into this folder did not end: run its command again, which continues."
 MOST_NAMED = 20  # folders in a message
 OTHER_WEIGHTS = frozenset(
@@ -148,6 +149,35 @@ def check_index(homes: dict[str, str], weight_map: dict[str, str], index: str) -
     return tuple(tensor for tensor in homes if tensor not in weight_map)
 
 
+def gguf_parts(file: str, names: Collection[str]) -> list[str]:
+    """Return the files of a GGUF model: itself, or all its parts.
+
+    file   one of them, or the name of the model in parts
+    names  of the files in the folder
+    """
+    first = PART.fullmatch(file) or next(
+        (
+            part
+            for name in sorted(names)
+            if (part := PART.fullmatch(name)) and _joined(name) == file
+        ),
+        None,
+    )
+    if first is None or (file in names and not PART.fullmatch(file)):
+        return [file]
+    count = int(first[3])
+    parts = [f"{first[1]}-{number:05d}-of-{first[3]}{GGUF}" for number in range(1, count + 1)]
+    if missing := [part for part in parts if part not in names]:
+        detail = f"{missing[0]} is missing, one of the {count} parts of {first[1]}{GGUF}"
+        raise InputError("gguf-split", f"{detail}; expected all of them in one folder")
+    return parts
+
+
+def _joined(name: str) -> str:
+    """Return the name of the model that a GGUF file, or a part, holds."""
+    return f"{part[1]}{GGUF}" if (part := PART.fullmatch(name)) else name
+
+
 def choose_shards(
     where: object,
     names: Collection[str],
@@ -162,8 +192,10 @@ def choose_shards(
     """
     found = sorted(name for name in names if name.endswith(WEIGHTS))
     if not found:
-        found = sorted(name for name in names if name.endswith(GGUF))
-        if len(found) > 1:
+        found = sorted({_joined(name) for name in names if name.endswith(GGUF)})
+        if len(found) == 1:
+            return gguf_parts(found[0], names)
+        if found:
             detail = f"{where}: {len(found)} GGUF files, the first {found[0]}; expected one"
             repository = str(where).partition(" ")[0]
             next_step = f"Choose one: {shell_line(f'{repository}/{found[0]}')}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +36,19 @@ _HEAD = "4sIQQ"  # magic, version, tensors, keys
 _MAGIC, _VERSION, _VERSIONS = b"GGUF", 3, (2, 3)
 # A value's kind -> its struct code.
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-_STRING, _LIST = 8, 9
+_UINT32, _STRING, _LIST = 4, 8, 9
 _ALIGNMENT, _WIDEST, _MOST_DIMENSIONS = 32, 1 << 20, 4
 EXPERT_NUMBER = re.compile(r"(?<=experts)\.(\d+)(?=\.)")  # in the name of a module
 MOST_BLOCKS = 1000  # of a model: ten times what any has
 _FIRST_NBYTES = 32 << 10  # of a file that is elsewhere
 _LIMIT = 1 << 30  # bytes before the tensors; the longest vocabularies need some 20 MB
+FOUR_BIT = ("MXFP4", "NVFP4")
+FILE_TYPE, SPLIT = "general.file_type", "split."  # keys
+SHAPE = "comfy.gguf.orig_shape."  # before a tensor's name: its shape, where rows were too short
+# The type in a file's name: M-BF16.gguf, M.Q4_K_M.gguf.
+TYPE_WORD = re.compile(
+    r"(?<=[-._])(?:BF16|F(?:P)?(?:16|32)|I?Q\d\w*|TQ\d_0|MXFP4(?:_MOE)?|NVFP4)(?=\.gguf$)", re.I
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,8 @@ class GgufFrame:
     text       their bytes
     alignment  of every tensor
     places     name of a tensor -> its number in the original file
-    facts      key -> value, for single numbers and strings
+    facts      key -> value, for single numbers and strings, and shapes of ComfyUI's tensors
+    type_at    place of the number of general.file_type in the bytes; None without one
     """
 
     keys: int
@@ -59,6 +68,7 @@ class GgufFrame:
     alignment: int
     places: dict[str, int]
     facts: dict[str, object]
+    type_at: int | None = None
     container: ClassVar[str] = "gguf"
     engine_notes: ClassVar[Mapping[str, str]] = {}
 
@@ -68,7 +78,17 @@ class GgufFrame:
 
         It loads one for every architecture, but most of its graphs ignore it.
         """
-        return self.facts.get("general.architecture") in SCALED_ARCHITECTURES
+        return self.architecture in SCALED_ARCHITECTURES
+
+    @property
+    def architecture(self) -> str:
+        return str(self.facts.get("general.architecture", ""))
+
+    @property
+    def blocks(self) -> int | None:
+        """Return the number of the model's layers; None where it is not said."""
+        blocks = self.facts.get(f"{self.architecture}.block_count")
+        return blocks if isinstance(blocks, int) else None
 
     def lay_out(
         self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]
@@ -78,6 +98,9 @@ class GgufFrame:
         The order is the frame's; a new tensor follows its module's weight.
         """
         gguf, ordered = gguf_package(), sorted(specs, key=self._place)
+        text, file_type = self.text, _file_type(_usual_type(ordered))
+        if self.type_at is not None and file_type is not None:
+            text = text[: self.type_at] + struct.pack("<I", file_type) + text[self.type_at + 4 :]
         infos, offset, offsets = b"", 0, []
         for spec in ordered:
             name, kind = spec.name.encode("utf-8"), gguf.GGMLQuantizationType[spec.dtype]
@@ -92,7 +115,7 @@ class GgufFrame:
             offsets.append(offset)
             offset += -(-nbytes_of(spec.dtype, spec.shape) // self.alignment) * self.alignment
         head = struct.pack(f"<{_HEAD}", _MAGIC, _VERSION, len(ordered), self.keys)
-        head += self.text + infos
+        head += text + infos
         head += bytes(-len(head) % self.alignment)
         refs = (
             TensorRef(spec.name, spec.dtype, spec.shape, file, len(head) + place)
@@ -100,11 +123,30 @@ class GgufFrame:
         )
         return head, tuple(refs)
 
+    def name_for(self, file: str, specs: Iterable[TensorSpec]) -> str:
+        """Return a file's name with the type of its matrices, if it names one."""
+        kind = _usual_type(specs)
+        return file if _file_type(kind) is None else TYPE_WORD.sub(kind, file)
+
     def _place(self, spec: TensorSpec) -> tuple[int, str]:
         if spec.name in self.places:
             return self.places[spec.name], ""
         weight = f"{spec.name.rpartition('.')[0]}.weight"
         return self.places.get(weight, len(self.places)), spec.name
+
+
+def _usual_type(specs: Iterable[TensorSpec]) -> str:
+    """Return the four-bit type of a file, or the type of most matrices."""
+    kinds = Counter(spec.dtype for spec in specs if len(spec.shape) > 1)
+    four = Counter({kind: kinds[kind] for kind in FOUR_BIT if kinds[kind]})
+    return ((four or kinds).most_common(1) or [("", 0)])[0][0]
+
+
+def _file_type(kind: str) -> int | None:
+    """Return general.file_type of a file of a type; None if several name it."""
+    words = {f"MOSTLY_{kind}", f"MOSTLY_{kind}_MOE", f"ALL_{kind}"}
+    every = gguf_package().LlamaFileType
+    return next((int(one) for one in every if one.name in words), None)
 
 
 def read_gguf_header(path: Path) -> Header:
@@ -206,6 +248,14 @@ class _Cursor:
                 self.skip(self.unpack("Q")[0])
         return None
 
+    def shape(self) -> tuple[int, ...]:
+        """Read a list of at most four positive numbers."""
+        items, count = self.unpack("IQ")
+        code = _NUMBERS.get(items, "f")
+        if code in "f?d" or not 1 <= count <= _MOST_DIMENSIONS:
+            raise ValueError("the shape of a tensor is no short list of whole numbers")
+        return self.unpack(f"{count}{code}")
+
 
 def _parse(file: str, cursor: _Cursor) -> Header:
     magic, version, count, keys = cursor.unpack(_HEAD)
@@ -214,28 +264,33 @@ def _parse(file: str, cursor: _Cursor) -> Header:
     if version not in _VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
         raise ValueError("it is big-endian" if swapped else f"it is of version {version}")
-    begin, facts = cursor.at, dict[str, object]()
+    facts, text, type_at = dict[str, object](), b"", None
     for _ in range(keys):
+        begin = cursor.at
         key = cursor.name()
         if key in facts:
             raise ValueError(f"the key {key!r} stands twice")
-        facts[key] = cursor.value(cursor.unpack("I")[0])
-    if isinstance(parts := facts.get("split.count"), int) and parts > 1:
-        detail = f"{file}: one of {parts} parts of a GGUF file; expected a whole one"
-        raise InputError("gguf-split", detail)
+        kind = cursor.unpack("I")[0]
+        place = len(text) + cursor.at - begin
+        facts[key] = cursor.shape() if key.startswith(SHAPE) else cursor.value(kind)
+        if key.startswith(SPLIT):  # written anew, the parts are one
+            keys -= 1
+            continue
+        if key == FILE_TYPE and kind == _UINT32:
+            type_at = place
+        text += cursor.data[begin : cursor.at]
     alignment = facts.get("general.alignment", _ALIGNMENT)
     is_power = isinstance(alignment, int) and alignment > 0 and not alignment & (alignment - 1)
     if not isinstance(alignment, int) or not is_power or alignment > _WIDEST:
         raise ValueError(f"its tensors are aligned to {alignment!r} bytes")
-    text = cursor.data[begin : cursor.at]
 
     # The tensors follow one another, as llama.cpp requires.
     described = [_read_tensor(cursor) for _ in range(count)]
     start, expected, tensors = -(-cursor.at // alignment) * alignment, 0, []
     for spec, offset in described:
         if offset != expected:
-            place = f"{spec.name!r} lies at offset {offset}"
-            raise ValueError(f"{place}; behind the one before it, {expected}")
+            found = f"{spec.name!r} lies at offset {offset}"
+            raise ValueError(f"{found}; behind the one before it, {expected}")
         tensors.append(TensorRef(spec.name, spec.dtype, spec.shape, file, start + offset))
         expected += -(-tensors[-1].nbytes // alignment) * alignment
     end, nbytes = max((ref.start + ref.nbytes for ref in tensors), default=0), len(cursor.data)
@@ -246,7 +301,8 @@ def _parse(file: str, cursor: _Cursor) -> Header:
     if len(places) < count:
         raise ValueError("two of its tensors have one name")
     single = {key: value for key, value in facts.items() if value is not None}
-    return Header(file, nbytes, tuple(tensors), GgufFrame(keys, text, alignment, places, single))
+    frame = GgufFrame(keys, text, alignment, places, single, type_at)
+    return Header(file, nbytes, tuple(tensors), frame)
 
 
 def _read_tensor(cursor: _Cursor) -> tuple[TensorSpec, int]:
@@ -273,23 +329,33 @@ def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
     """Return llama.cpp's names of a model's modules, without .weight.
 
     Unknown modules are left out; an expert has the name of its stack.
+    Raises  InputError for an architecture that the package gguf does not know
     """
-    gguf = gguf_package()
-    architecture = str(frame.facts.get("general.architecture"))
-    numbers = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    number = numbers.get(architecture)
-    blocks = frame.facts.get(f"{architecture}.block_count")
-    if number is None or not isinstance(blocks, int):
-        found = f"the GGUF file is of the architecture {architecture!r}"
+    if (names := aliases_of(frame)) is None:
+        found = f"the GGUF file is of the architecture {frame.architecture!r}"
         detail = f"{found}, which the package gguf does not know"
         raise InputError("gguf", detail, "Install a newer one: pip install --upgrade gguf.")
+    # The package knows stacks of experts, not single ones.
+    known = {module: names.get(EXPERT_NUMBER.sub("", module)) for module in modules}
+    return {module: name for module, name in known.items() if name is not None}
+
+
+def aliases_of(frame: GgufFrame) -> dict[str, str] | None:
+    """Return llama.cpp's name of a module by each that it knows for it.
+
+    Returns  None for an architecture that the package gguf does not know
+    Raises   InputError for an absurd number of blocks
+    """
+    gguf, blocks = gguf_package(), frame.blocks
+    numbers = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    number = numbers.get(frame.architecture)
+    if number is None or blocks is None:
+        return None
     if not 0 <= blocks <= MOST_BLOCKS:  # the package makes names for every one
         detail = f"the GGUF file says that it has {blocks} blocks; expected 0 to {MOST_BLOCKS}"
         raise InputError("gguf", detail, "Download it again; or ask whoever made it.")
-    names = gguf.get_tensor_name_map(number, blocks)
-    # The package knows stacks of experts, not single ones.
-    known = {module: names.get_name(EXPERT_NUMBER.sub("", module)) for module in modules}
-    return {module: name for module, name in known.items() if name is not None}
+    mapping = gguf.get_tensor_name_map(number, blocks).mapping
+    return {alias: name for alias, (_, name) in mapping.items()}
 
 
 def gguf_package() -> ModuleType:

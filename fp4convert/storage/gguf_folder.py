@@ -9,8 +9,7 @@ Source: llama.cpp, convert_hf_to_gguf.py (LlamaModel.permute; GemmaModel.modify_
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -21,7 +20,7 @@ from fp4convert.storage.checkpoint_files import CONFIG, PLAN_FILE, RECORD, SINGL
 from fp4convert.storage.gguf import GgufFrame
 from fp4convert.storage.json_text import unquantized
 from fp4convert.storage.safetensors import Header, SafetensorsFrame, TensorRef, nbytes_of
-from fp4convert.storage.source import Checkpoint, Source
+from fp4convert.storage.source import Source, SourceView
 
 FILE = SINGLES[0]
 LEFT_OUT = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -121,15 +120,13 @@ def _check_facts(facts: Mapping[str, object], config: Mapping[str, object], fami
             raise InputError("gguf-config", detail, "Give the config.json of the same model.")
 
 
-class GgufFolder:
+class GgufFolder(SourceView):
     """A GGUF file's weights with the other files of a folder."""
 
     def __init__(
         self, gguf: Source, beside: Source, family: Family, config: dict[str, object]
     ) -> None:
-        self.name = gguf.name
-        self.is_streamed = gguf.is_streamed
-        self._gguf, self._beside, self._family = gguf, beside, family
+        self._beside, self._family = beside, family
         self._heads: dict[str, int] = {}  # of tensors with rows to reorder
         self._shifted: set[str] = set()
         (shard,) = gguf.checkpoint.shards
@@ -139,9 +136,16 @@ class GgufFolder:
         stamps = {name: beside.checkpoint.stamps[name] for name in sidecars}
         stamps[FILE] = gguf.checkpoint.stamps[self._file]
         header = Header(FILE, shard.nbytes, tuple(refs), SafetensorsFrame({}, is_stored=False))
-        self.checkpoint: Checkpoint = gguf.checkpoint._replace(
+        checkpoint = gguf.checkpoint._replace(
             config=config, shards=(header,), sidecars=sidecars, stamps=stamps
         )
+        super().__init__(gguf, checkpoint)
+
+    def stored(self, ref: TensorRef) -> TensorRef:
+        return ref._replace(file=self._file)
+
+    def stored_files(self, shards: Collection[str]) -> Collection[str]:
+        return [self._file] if shards else []
 
     def _renamed(self, ref: TensorRef, config: Mapping[str, object]) -> Iterator[TensorRef]:
         """Yield the model's tensors in a stored one."""
@@ -180,24 +184,21 @@ class GgufFolder:
             self._shifted.add(name)
         yield ref._replace(name=name, file=FILE)
 
-    def read(self, ref: TensorRef) -> memoryview:
-        return self.read_range(ref, 0, ref.nbytes)
-
     def read_range(self, ref: TensorRef, start: int, stop: int) -> memoryview:
-        own = ref._replace(file=self._file)
+        own = self.stored(ref)
         if heads := self._heads.get(ref.name):
             return self._in_order(own, heads, start, stop)
         if ref.name in self._shifted:
-            stored = np.frombuffer(self._gguf.read(own), np.float32)
+            stored = np.frombuffer(self._source.read(own), np.float32)
             return (stored - np.float32(1)).view(np.uint8).data[start:stop]
-        return self._gguf.read_range(own, start, stop)
+        return self._source.read_range(own, start, stop)
 
     def _in_order(self, own: TensorRef, heads: int, start: int, stop: int) -> memoryview:
         """Read rows in the order of transformers."""
         head_nbytes = own.nbytes // heads
         first, last = start // head_nbytes, -(-stop // head_nbytes)
         begin = first * head_nbytes
-        stored = self._gguf.read_range(own, begin, last * head_nbytes)
+        stored = self._source.read_range(own, begin, last * head_nbytes)
         pairs = np.frombuffer(stored, np.uint8).reshape(
             last - first, own.shape[0] // heads // 2, 2, own.nbytes // own.shape[0]
         )
@@ -208,7 +209,7 @@ class GgufFolder:
         if ref.name in self._heads or ref.name in self._shifted:
             buffer[:] = self.read_range(ref, start, start + buffer.nbytes)
         else:
-            self._gguf.read_into(ref._replace(file=self._file), start, buffer)
+            self._source.read_into(self.stored(ref), start, buffer)
 
     def has_file(self, file: str) -> bool:
         return file not in (RECORD, PLAN_FILE) and self._beside.has_file(file)
@@ -219,27 +220,9 @@ class GgufFolder:
     def file_nbytes(self, file: str) -> int:
         return self._beside.file_nbytes(file)
 
-    def check_unchanged(self, shard: str) -> None:
-        self._gguf.check_unchanged(self._file)
-
-    def proving(self, shards: Collection[str]) -> AbstractContextManager[None]:
-        return self._gguf.proving([self._file] if shards else [])
-
-    def distrust(self) -> None:
-        self._gguf.distrust()
-
     def holds(self, path: Path) -> bool:
-        return self._gguf.holds(path) or self._beside.holds(path)
-
-    def stream(self, file: str) -> AbstractContextManager[None]:
-        return self._gguf.stream(self._file)
-
-    def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
-        return self._gguf.room_for(nbytes, [ref._replace(file=self._file) for ref in refs])
-
-    def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
-        return self._gguf.held_nbytes(groups, at_once)
+        return self._source.holds(path) or self._beside.holds(path)
 
     def stop(self) -> None:
-        self._gguf.stop()
+        self._source.stop()
         self._beside.stop()

@@ -27,6 +27,7 @@ from fp4convert.storage.checkpoint_files import (
     find_components,
     find_homes,
     find_index,
+    gguf_parts,
     no_subfolder,
     no_weights,
     read_index,
@@ -207,9 +208,10 @@ class LocalSource(Source):
         # The shards: one file, or by the index or their names.
         index = find_index(names)
         weight_map = read_index(read_whole(self, index), index) if index else None
-        shards = [str(self._single)]
         try:
-            if not self._single:
+            if self._single:
+                shards = gguf_parts(self._single, os.listdir(self._folder))
+            else:
                 shards = choose_shards(self._folder, names, weight_map, may_lack)
             if not shards and not may_lack:
                 raise no_weights(self._folder, names, self._step_to_weights(names))

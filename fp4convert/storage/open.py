@@ -26,6 +26,7 @@ ADDRESS = re.compile(
 )  # of anything in it: prefix, name, revision, path
 ABSENT = ("source-unreachable", "offline", "no-source", "no-access")  # a repository may not exist
 LISTED_EXPERT = ".experts.gate_up_projs.0.weight"  # where experts are a list of linear layers
+LLAMA_CPP = ("blk.", "token_embd.", "v.blk.", "a.blk.")  # begin its names of tensors
 VIEWS = ("tree", "blob", "resolve", "raw")  # before the revision, in paths of pages
 
 
@@ -121,6 +122,22 @@ def open_original(reference: str, access: Access, folder: str | None = None) -> 
     return _open(reference, access_to(access, source, wanted))
 
 
+def as_file_of(source: Source, container: str) -> Source:
+    """Return the source, or its view as a dialect's kind of file.
+
+    A GGUF file without llama.cpp's names is of a model of images, and reads as safetensors.
+    """
+    shards = source.checkpoint.shards
+    is_gguf = any(shard.frame.container == "gguf" for shard in shards)
+    if container == "gguf" or not is_gguf:
+        return source
+    if any(ref.name.startswith(LLAMA_CPP) for ref in source.checkpoint.tensors):
+        return source
+    from fp4convert.storage.gguf_views import ImageGguf
+
+    return ImageGguf(source)
+
+
 def access_to(access: Access, pipeline: Source, component: str) -> Access:
     """Return the access to a component, at the pipeline's commit."""
     folders = [folder.strip("/") for folder in (access.subfolder, component) if folder]
@@ -150,6 +167,18 @@ def _pipeline(reference: str, source: Source, access: Access | None) -> InputErr
 def _open(reference: str, access: Access, may_lack: bool = False) -> Source:
     source = _open_stored(reference, access, may_lack)
     frames = [shard.frame.container for shard in source.checkpoint.shards]
+    if "quantization" in source.checkpoint.config:
+        from fp4convert.storage.mlx_biases import join_biases
+
+        source = join_biases(source)
+    if "quantization_config" in source.checkpoint.config:
+        from fp4convert.storage.mxfp4_experts import as_deepseek
+
+        source = as_deepseek(source)
+    if "gguf" in frames:
+        from fp4convert.storage.gguf_views import join_parts
+
+        source = join_parts(source)
     if access.config is None or "gguf" not in frames:
         if not any(ref.name.endswith(LISTED_EXPERT) for ref in source.checkpoint.tensors):
             return source

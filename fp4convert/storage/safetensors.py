@@ -97,6 +97,7 @@ class Frame(Protocol):
     reads_global_scales  engines that read such a file apply the global scales in it
     engine_notes         the file's metadata on quantization
     alignment            the size of the file is a multiple of it
+    architecture         name of the model's kind in the file; "" for none
     """
 
     container: ClassVar[str]
@@ -110,6 +111,9 @@ class Frame(Protocol):
     @property
     def engine_notes(self) -> Mapping[str, str]: ...
 
+    @property
+    def architecture(self) -> str: ...
+
     def lay_out(
         self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]
     ) -> tuple[bytes, tuple[TensorRef, ...]]:
@@ -117,6 +121,9 @@ class Frame(Protocol):
 
         notes  metadata for engines
         """
+
+    def name_for(self, file: str, specs: Iterable[TensorSpec]) -> str:
+        """Return a source file's name for a result with these tensors."""
 
 
 class Header(NamedTuple):
@@ -144,6 +151,10 @@ class SafetensorsFrame:
     container: ClassVar[str] = "safetensors"
     reads_global_scales: ClassVar[bool] = True
     alignment: ClassVar[int] = 1
+    architecture: ClassVar[str] = ""
+
+    def name_for(self, file: str, specs: Iterable[TensorSpec]) -> str:
+        return file
 
     @property
     def engine_notes(self) -> Mapping[str, str]:

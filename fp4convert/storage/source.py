@@ -183,7 +183,71 @@ def stopping(*sources: Source) -> Iterator[None]:
         raise
 
 
-class PaddedSource:
+class SourceView(Source):
+    """A source whose checkpoint differs from the stored one.
+
+    Everything is passed on; a view changes addresses, or the bytes of some tensors.
+    """
+
+    def __init__(self, source: Source, checkpoint: Checkpoint) -> None:
+        self.name, self.is_streamed = source.name, source.is_streamed
+        self._source, self.checkpoint = source, checkpoint
+
+    def stored(self, ref: TensorRef) -> TensorRef:
+        """Return the stored tensor behind one of the view."""
+        return ref
+
+    def stored_files(self, shards: Collection[str]) -> Collection[str]:
+        """Return the stored files behind shards of the view."""
+        return shards
+
+    def read(self, ref: TensorRef) -> memoryview:
+        return self.read_range(ref, 0, ref.nbytes)
+
+    def read_range(self, ref: TensorRef, start: int, stop: int) -> memoryview:
+        return self._source.read_range(self.stored(ref), start, stop)
+
+    def read_into(self, ref: TensorRef, start: int, buffer: memoryview) -> None:
+        self._source.read_into(self.stored(ref), start, buffer)
+
+    def has_file(self, file: str) -> bool:
+        return self._source.has_file(file)
+
+    def open_file(self, file: str) -> BinaryIO:
+        return self._source.open_file(file)
+
+    def file_nbytes(self, file: str) -> int:
+        return self._source.file_nbytes(file)
+
+    def check_unchanged(self, shard: str) -> None:
+        for file in self.stored_files([shard]):
+            self._source.check_unchanged(file)
+
+    def proving(self, shards: Collection[str]) -> AbstractContextManager[None]:
+        return self._source.proving(self.stored_files(shards))
+
+    def distrust(self) -> None:
+        self._source.distrust()
+
+    def holds(self, path: Path) -> bool:
+        return self._source.holds(path)
+
+    def stream(self, file: str) -> AbstractContextManager[None]:
+        """Stream a shard of one file; prove what was read of one in parts."""
+        files = [*self.stored_files([file])]
+        return self._source.stream(files[0]) if len(files) == 1 else self._source.proving(files)
+
+    def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
+        return self._source.room_for(nbytes, [self.stored(ref) for ref in refs])
+
+    def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
+        return self._source.held_nbytes(groups, at_once)
+
+    def stop(self) -> None:
+        self._source.stop()
+
+
+class PaddedSource(SourceView):
     """A source with zeros behind rows and columns of its tensors.
 
     config  with the new sizes
@@ -196,8 +260,6 @@ class PaddedSource:
         config: dict[str, object],
         padding: Padding | None,
     ) -> None:
-        self.name, self.is_streamed = source.name, source.is_streamed
-        self._source = source
         self._stored = {ref.name: ref for ref in source.checkpoint.tensors if ref.name in shapes}
         shards = tuple(
             shard._replace(
@@ -207,11 +269,11 @@ class PaddedSource:
             )
             for shard in source.checkpoint.shards
         )
-        checkpoint = source.checkpoint._replace(config=config, shards=shards)
-        self.checkpoint = checkpoint._replace(padding=padding)
+        checkpoint = source.checkpoint._replace(config=config, shards=shards, padding=padding)
+        super().__init__(source, checkpoint)
 
-    def read(self, ref: TensorRef) -> memoryview:
-        return self.read_range(ref, 0, ref.nbytes)
+    def stored(self, ref: TensorRef) -> TensorRef:
+        return self._stored.get(ref.name, ref)
 
     def read_range(self, ref: TensorRef, start: int, stop: int) -> memoryview:
         """Return bytes of a tensor; the source reads whole stored rows only."""
@@ -237,39 +299,6 @@ class PaddedSource:
             buffer[:] = self.read_range(ref, start, start + buffer.nbytes)
         else:
             self._source.read_into(ref, start, buffer)
-
-    def has_file(self, file: str) -> bool:
-        return self._source.has_file(file)
-
-    def open_file(self, file: str) -> BinaryIO:
-        return self._source.open_file(file)
-
-    def file_nbytes(self, file: str) -> int:
-        return self._source.file_nbytes(file)
-
-    def check_unchanged(self, shard: str) -> None:
-        self._source.check_unchanged(shard)
-
-    def proving(self, shards: Collection[str]) -> AbstractContextManager[None]:
-        return self._source.proving(shards)
-
-    def distrust(self) -> None:
-        self._source.distrust()
-
-    def holds(self, path: Path) -> bool:
-        return self._source.holds(path)
-
-    def stream(self, file: str) -> AbstractContextManager[None]:
-        return self._source.stream(file)
-
-    def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
-        return self._source.room_for(nbytes, [self._stored.get(ref.name, ref) for ref in refs])
-
-    def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
-        return self._source.held_nbytes(groups, at_once)
-
-    def stop(self) -> None:
-        self._source.stop()
 
 
 ASKED_AT_ONCE = 8  # requests to a Hub, which answers slowly

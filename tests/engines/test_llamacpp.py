@@ -15,6 +15,7 @@ import pytest
 from checkpoints import run
 from llamacpp_models import (
     EXPERT,
+    FILE_TYPES,
     MAKERS,
     distance,
     expected_by_transformers,
@@ -242,7 +243,7 @@ def test_weights_are_close_to_the_first(make: Make, kind: str, fmt: str, way: st
 @every_kind
 @pytest.mark.sweep(4)
 def test_metadata_is_the_templates(make: Make, kind: str, fmt: str, way: str) -> None:
-    """Every key and every value."""
+    """Every key and every value, but for the file's type (llama.h)."""
     import gguf
 
     models = make(kind, fmt)
@@ -255,6 +256,7 @@ def test_metadata_is_the_templates(make: Make, kind: str, fmt: str, way: str) ->
         for path in (models.made(way), models.template)
     )
     assert ours.keys() == theirs.keys()
+    assert ours.pop("general.file_type") == FILE_TYPES[fmt]
     assert {name for name in ours if ours[name] != theirs[name]} == set()
 
 

@@ -31,6 +31,7 @@ pytestmark = [
 ]
 
 MODULES = 14
+LAYER_TYPES = ["sliding_attention", "full_attention"]
 EMBEDDINGS = {"model.embed_tokens.weight", "lm_head.weight"}
 every_format = pytest.mark.parametrize("fmt", GROUP_SIZES)
 
@@ -116,6 +117,13 @@ def _engine_weights(model: Any) -> dict[str, Any]:
         for name, module in model.named_modules()
         if "scales" in module
     }
+
+
+def _dequantized(stored: dict[str, Any], stem: str) -> Any:
+    import mlx.core as mx
+
+    codes, scales = stored[f"{stem}.weight"], stored[f"{stem}.scales"]
+    return mx.dequantize(codes, scales, mode="mxfp4", dtype=mx.float32)
 
 
 def _logits(model: Any) -> Any:
@@ -362,3 +370,87 @@ def test_mlxs_mixtures_are_read(
         )
         == []
     )
+
+
+def test_gptoss_with_eight_bits_beside_its_stacks_is_read(tmp_path: Path) -> None:
+    """As mlx-community publishes it: experts in MXFP4, all else affine; mlx-lm made the file, and
+    mx.dequantize the values, which transformers' class then holds, biases of experts too.
+    """
+    import mlx.core as mx
+    import torch
+    from mlx import nn
+    from mlx.utils import tree_flatten
+    from mlx_lm.models import gpt_oss
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+    sizes |= {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 32}
+    rest = {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    model = gpt_oss.Model(gpt_oss.ModelArgs(model_type="gpt_oss", **sizes, **rest))
+    four = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    record: dict[str, Any] = dict(four)
+
+    def form_of(path: str, module: Any) -> Any:
+        if not hasattr(module, "to_quantized"):
+            return False
+        if "experts" in path:
+            return four
+        record[path] = {"group_size": 64, "bits": 8}
+        return record[path]
+
+    for path, module in model.named_modules():
+        if path.endswith("_proj") and ".experts." in path:
+            module.bias = mx.random.normal(module.bias.shape)
+    nn.quantize(model, class_predicate=form_of, **four)
+    stored, source = dict(tree_flatten(model.parameters())), tmp_path / "source"
+    source.mkdir()
+    mx.save_safetensors(str(source / "model.safetensors"), stored, {"format": "mlx"})
+    config = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", **sizes, **rest}
+    config |= {"quantization": record, "quantization_config": record, "tie_word_embeddings": False}
+    (source / "config.json").write_text(json.dumps(config))
+    found = fp4convert_json("inspect", source, "--for", "mlx")
+    assert found["healthy"]
+    assert found["tensors"]["quantized"] == 18
+    fp4convert("dequantize", source, "-o", tmp_path / "out", "--dtype", "fp32", "-q")
+    loaded, lacking = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(lacking.values())
+    ours = loaded.model.layers[0].mlp.experts
+    stem = "model.layers.0.mlp.experts"
+    values = {
+        part: _torch(_dequantized(stored, f"{stem}.{part}"))
+        for part in ("gate_proj", "up_proj", "down_proj")
+    }
+    biases = {part: _torch(stored[f"{stem}.{part}.bias"].astype(mx.float32)) for part in values}
+    both = [
+        torch.stack([one["gate_proj"], one["up_proj"]], 2).flatten(1, 2) for one in (values, biases)
+    ]
+    assert torch.equal(ours.gate_up_proj.detach().float(), both[0].float().mT)
+    assert torch.equal(ours.down_proj.detach().float(), values["down_proj"].float().mT)
+    assert torch.equal(ours.gate_up_proj_bias.detach().float(), both[1])
+    assert torch.equal(ours.down_proj_bias.detach().float(), biases["down_proj"])
+    fp4convert("transcode", source, "-o", tmp_path / "native", "--dialect", "gpt-oss", "-q")
+    assert f"{stem}.gate_up_proj_bias" in read_tensors(tmp_path / "native")
+
+
+def test_stacks_have_the_names_that_mlx_lms_classes_have() -> None:
+    """By the table of architectures: 3-dimensional weights of experts in any class of mlx-lm."""
+    from fp4convert.checkpoint.class_table import _read_family, _read_index
+    from fp4convert.checkpoint.dialects.mlx import STACK
+
+    seen = 0
+    for name in _read_index()["classes"]["mlx"]:
+        table = _read_family("mlx", name)
+        assert table is not None
+        for part in table["parts"]:
+            letter, _, leaf = part.partition(" ")
+            if letter in ("X3", "Y3") and "o_a_proj" not in leaf:
+                seen += 1
+                assert STACK.fullmatch(f"model.layers.0.{leaf.removesuffix('.weight')}"), leaf
+    assert seen > 100

@@ -14,7 +14,7 @@ from fp4_sources import make_nvfp4_ct
 from made_up_inputs import calibrate
 
 from fp4convert.conversion.quantize import prepare_quantize
-from fp4convert.conversion.request import padded_as_asked, take_apart
+from fp4convert.conversion.request import source_as_asked, take_apart
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.storage.open import open_source
 
@@ -30,7 +30,7 @@ def source(tmp_path):
 def reprs_of(source: Path, **options: object) -> dict[str, str]:
     """The makers' reprs of a plan, by the first output of each."""
     asked = QuantizeOptions(str(source), format=options.pop("format", "nvfp4"), **options)
-    opened = padded_as_asked(open_source(str(source)), asked)
+    opened = source_as_asked(open_source(str(source)), asked)
     plan = prepare_quantize(take_apart(opened, asked))
     works = [work for task in plan.tasks for work in task.works]
     return {work.steps[0].outputs[0].name: repr(work.maker) for work in works}

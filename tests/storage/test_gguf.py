@@ -237,7 +237,6 @@ REFUSED = {
     "alignment 48": (aligned(48), "aligned to 48"),
     "alignment 2 GiB": (aligned(1 << 31), "aligned to 2147483648"),
     "alignment in words": (valued(b"general.alignment", STRING, text(b"32")), "aligned to '32'"),
-    "part of a file": (valued(b"split.count", 2, b"\2\0"), "one of 2 parts"),
     "tensor in Latin-1": (made(tensors=(tensor(b"\xfc", (8,)),)), "not UTF-8"),
     "tensor twice": (made(tensors=(ONE, tensor(b"a.weight", (8, 2), offset=64))), "one name"),
     "no dimensions": (shaped(()), "0 dimensions"),

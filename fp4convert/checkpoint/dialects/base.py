@@ -148,7 +148,8 @@ class Traits:
     fp8                table of FP8 matrices
     q8_0               matrices that stay can be Q8_0
     floats             patterns of tensors that engines read as floats alone
-    unread_stacks      endings of the scales of stacks that engines read and nothing here does
+    takes_turns        ending of a tensor beside a stack whose members' rows take turns; "": none
+    has_own_stacks     stacks of experts have names of the engine's classes, not of the model's
     correction         table of low-rank corrections, which every module has; engines then quantize
                        activations to four bits, and look up each module's name
     """
@@ -174,7 +175,8 @@ class Traits:
     fp8: Fp8Table | None = None
     q8_0: bool = False
     floats: tuple[str, ...] = ()
-    unread_stacks: tuple[str, ...] = ()
+    takes_turns: str = ""
+    has_own_stacks: bool = False
     correction: CorrectionTable | None = None
 
     @property

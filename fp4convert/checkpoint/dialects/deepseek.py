@@ -72,6 +72,7 @@ encode, decode, stems = TABLE.encode, TABLE.decode, each_alone
 stored_shape, slots, unfit = TABLE.stored_shape, whole, TABLE.unfit
 notes, judge, ignores = nothing, no_doubts, ignores_none
 _EXPERT = re.compile(r"(?:.*\.)?experts\.\d+\.w[123]")
+_READ = re.compile(r"(?:.*\.)?experts\.\d+\.(?:w[123]|(?:gate|up|down)_proj)")
 
 
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
@@ -83,7 +84,7 @@ def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, 
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    return [stem for stem in stems_of_scales(tensors, (".scale",)) if _EXPERT.fullmatch(stem)]
+    return [stem for stem in stems_of_scales(tensors, (".scale",)) if _READ.fullmatch(stem)]
 
 
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:

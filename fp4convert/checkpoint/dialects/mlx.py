@@ -6,9 +6,10 @@
   M.scales  U8   [rows, columns / 16] or [rows, columns / 32]
 
 Experts are stacks: M is "X.switch_mlp.gate_proj" and its kin, the number of experts before the
-rows. As modules they have the names of transformers' checkpoints: X.experts.N.gate_proj; w1, w3
-and w2 where X ends with block_sparse_moe. Written they are one by one. Routers may be integers:
-encodings/int4.py.
+rows; mlx-lm's classes call them X.experts.gate_proj (gpt-oss, Llama 4), X.experts.switch_glu (Gemma
+4), X.experts.switch_mlp (DeepSeek V4.1) and X.switch_mlp.fc1 (Nemotron-H) too. As modules they have
+the names of transformers' checkpoints: X.experts.N.gate_proj; w1, w3 and w2 where X ends with
+block_sparse_moe. Written they are one by one. Other modules may be integers: encodings/int4.py.
 
 There is no global scale: an NVFP4 block's step is its E4M3 scale alone. Modules with a global scale
 other than 1 have no place. Records: config.json's "quantization", and the same again as
@@ -49,9 +50,13 @@ from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FORMATS, MXFP4, MXFP8, NVFP4, Format
 from fp4convert.storage.safetensors import TensorRef
 
-STACK = re.compile(r"(.*)\.switch_mlp\.(gate|up|down)_proj")
-MIXTRALS = "block_sparse_moe"
-MIXTRALS_LEAVES = {"gate": "w1", "up": "w3", "down": "w2"}
+STACK = re.compile(
+    r"(.+?)(?:\.experts(?:\.switch_\w+)?|\.switch_\w+)\.(gate_proj|up_proj|down_proj|fc1|fc2)"
+)
+RENAMED = {  # by the last part of X, where transformers' names differ
+    "block_sparse_moe": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    "mixer": {"fc1": "up_proj", "fc2": "down_proj"},
+}
 MXFP8_WORDS = 8  # to a scale
 
 
@@ -63,6 +68,7 @@ TRAITS = Traits(
     writes=(NVFP4, MXFP4, MXFP8),
     scalars=Scalars(None),
     holds_embeddings=True,
+    has_own_stacks=True,
     suffixes=SUFFIXES["mlx"],
     mixes=(NVFP4, MXFP4, MXFP8),
     fp8=Fp8Table(
@@ -98,8 +104,8 @@ def slots(stem: str, shape: tuple[int, ...]) -> tuple[Slot, ...]:
     stack = STACK.fullmatch(stem)
     if len(shape) < STACK_DIMENSIONS or stack is None:
         return whole(stem, shape)
-    parent, kind = stack.groups()
-    leaf = MIXTRALS_LEAVES[kind] if parent.endswith(MIXTRALS) else f"{kind}_proj"
+    parent, leaf = stack.groups()
+    leaf = RENAMED.get(parent.rpartition(".")[2], {}).get(leaf, leaf)
     return tuple(
         (Rows(f"{parent}.experts.{number}.{leaf}", 0, shape[1]),) for number in range(shape[0])
     )

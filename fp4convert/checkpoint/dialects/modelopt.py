@@ -13,6 +13,9 @@ FP8 and MXFP8, alone or beside it: M.weight F8_E4M3 [rows, columns] and
   MXFP8                     M.weight_scale U8 [rows, columns / 32], E8M0
 A record of the algorithm MIXED_PRECISION names the algorithm of every module ("quantized_layers");
 vLLM 0.33 knows FP8, NVFP4 and W4A16_NVFP4 in one, later ones and SGLang FP8_PB_WO too.
+Experts may be stacks, M.weight U8 [experts, rows, columns / 2] with scales of three dimensions and
+one scalar for each (Step 3.7), or lie across (Llama 4, gpt-oss): modelopt_stacks.py reads both.
+Written they are one by one, as vLLM takes them too.
 MXFP4 (U8 scales of [rows, columns / 32], no others) is only read: no engine takes ModelOpt's own
 record of it.
 Two records: config.json's quantization_config ("ignore") and hf_quant_config.json
@@ -25,10 +28,9 @@ Readers: vLLM, SGLang, TensorRT-LLM, llama.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
 
 from fp4convert.checkpoint.dialects.base import (
     Clues,
@@ -41,7 +43,6 @@ from fp4convert.checkpoint.dialects.base import (
     schemes_of,
     stems_of_scales,
     strings,
-    whole,
 )
 from fp4convert.checkpoint.dialects.forms import (
     ACTIVATIONS_FP4,
@@ -55,11 +56,13 @@ from fp4convert.checkpoint.dialects.forms import (
     group_modules,
     parents_of,
 )
+from fp4convert.checkpoint.dialects.modelopt_stacks import Stacks
 from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
 from fp4convert.checkpoint.dialects.tables import CacheScales, Fp8Table, Scalars, Table, scale_grid
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import E4M3_MAX, FP8, MXFP4, MXFP8, NVFP4
 from fp4convert.storage.checkpoint_files import ENGINE_RECORD
+from fp4convert.storage.safetensors import TensorRef
 
 _FP8_ACTIVATIONS: dict[Granularity, int] = {
     "tensor": ACTIVATIONS_FP8,
@@ -98,15 +101,15 @@ TRAITS = Traits(
         NVFP4.name: CacheScales(_CACHE_ENDINGS, E4M3_MAX, _OTHERS),
     },
     mixes=(NVFP4, FP8, MXFP8),
-    # vLLM 0.33, models/step3p5.py and models/llama4.py: X.weight as it is, X with rows across
-    unread_stacks=(".weight_scale", "_weight_scale"),
+    takes_turns="_bias",
     fp8=Fp8Table("tensor", _scale_shape, ".input_scale", activations=_FP8_ACTIVATIONS),
 )
 SCALE_DTYPES = {NVFP4: "F8_E4M3", MXFP4: "U8"}
 TABLE = Table((".weight", "U8"), ".weight_scale", SCALE_DTYPES, TRAITS.scalars, fp8=TRAITS.fp8)
-outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
-stems, stored_shape, slots, unfit = each_alone, TABLE.stored_shape, whole, TABLE.unfit
-find, notes = partial(stems_of_scales, endings=TRAITS.suffixes), nothing
+STACKS = Stacks(TABLE)
+outputs, encode, decode, slots = STACKS.outputs, TABLE.encode, STACKS.decode, STACKS.slots
+stems, stored_shape, unfit = each_alone, STACKS.stored_shape, TABLE.unfit
+notes = nothing
 _ALGORITHMS = {ACTIVATIONS_FP4: "NVFP4", 16: "W4A16_NVFP4"}
 _FP8_ALGORITHMS: dict[Granularity, str] = {
     "tensor": "FP8",
@@ -115,6 +118,10 @@ _FP8_ALGORITHMS: dict[Granularity, str] = {
     MXFP8_BLOCK: MXFP8.name.upper(),
 }
 _MX_ALGORITHMS = ("mxfp4", "MXFP4", "W4A8_MXFP4_FP8")
+
+
+def find(tensors: Mapping[str, TensorRef]) -> list[str]:
+    return sorted({*stems_of_scales(tensors, TRAITS.suffixes), *STACKS.find(tensors)})
 
 
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:

@@ -32,6 +32,7 @@ CACHE_SCALES = (
     ".prob_output_scale",
     ".k_zero_point",
     ".v_zero_point",
+    "_fake_quantizer.qscale_act",  # Mistral's own
 )
 
 

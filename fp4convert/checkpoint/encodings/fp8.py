@@ -9,11 +9,14 @@
   M.weight_scale      [rows / 128, 1, columns / 128, 1]: ModelOpt's FP8_PB_WO
   M.weight_scale      U8, E8M0 [rows, columns / 32]: MXFP8
   M.scale_weight      F32 [] of the whole: files for ComfyUI
+  M.qscale_weight     float [] of the whole: Mistral's own files, whose record is in params.json
 
 The record has the size of a block: weight_block_size, or block_structure or group_size of a group
-of compressed-tensors. Codes without a record, and without any float beside them, are values
-themselves. Source: transformers 5.23,
-integrations/finegrained_fp8; compressed-tensors 0.20, compressors; ModelOpt 0.47, torch/export.
+of compressed-tensors. Where ranks of tensor parallelism made a fused matrix, each has blocks of its
+own, whose last may be cut (MiMo V2.5: 8 x 27 rows of scales). Codes without a record, and without
+any float beside them, are values themselves.
+Source: transformers 5.23, integrations/finegrained_fp8; compressed-tensors 0.20, compressors;
+ModelOpt 0.47, torch/export; vllm-project/vllm pulls 39293 and 53242.
 """
 
 from __future__ import annotations
@@ -59,15 +62,16 @@ from fp4convert.storage.source import Source
 
 E8M0_DTYPES = ("F8_E8M0", "U8")
 SCALE_DTYPES = (*FLOAT_DTYPES, *E8M0_DTYPES)
-SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".scale_weight")
+SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".scale_weight", ".qscale_weight")
 IDLE = (
-    *(".input_scale", ".activation_scale", ".scale_input"),
+    *(".input_scale", ".activation_scale", ".scale_input", ".qscale_act"),
     *(".k_scale", ".v_scale", ".output_scale"),
 )
 # Of activations, of a cache, and of an embedding's output.
 OTHER_SCALE = re.compile(r"act|input|output|embed|prob|_[qkv]_|[._](?:[qkv]|kv|in|out|x|y)_")
 BIAS = "bias"  # ends e_score_correction_bias, too
 BITS = 8
+RANKS = (2, 4, 8, 16, 32)  # of tensor parallelism
 DECODED_BY_GPU = "F8_E4M3"
 
 
@@ -78,6 +82,7 @@ class Fp8(CodingDefaults):
     block     rows and columns that share a scale
     layout    of the scales
     artifact  whose records describe it; None: the names of tensors do
+    ranks     equal parts of the rows, with blocks of their own
     """
 
     word: str
@@ -85,6 +90,7 @@ class Fp8(CodingDefaults):
     layout: str = "linear"
     format: Format = FP8
     artifact: Artifact | None = field(default=None, compare=False, repr=False)
+    ranks: int = 1
     is_packed = True
 
     def weights(self, linear: Linear, source: Source) -> Weights:
@@ -96,7 +102,9 @@ class Fp8(CodingDefaults):
 
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         codes, *scales = linear.refs
-        if codes.dtype == "F8_E5M2" or not scales:  # words of several codes are E4M3
+        if (
+            codes.dtype == "F8_E5M2" or not scales or self.ranks > 1
+        ):  # words of several codes are E4M3
             return None
         if self.format is MXFP8:
             return fp8_form(target, self.block, "U8", MXFP8)
@@ -124,6 +132,12 @@ class Fp8(CodingDefaults):
         """Read the scales of rows (first, end) of a matrix of that shape."""
         height, width = (min(own, whole) for own, whole in zip(self.block, shape, strict=True))
         across, (first, last) = -(-shape[1] // width), rows
+        if self.ranks > 1:
+            every = decode_scales(source.read_range(ref, 0, ref.nbytes), ref.dtype)
+            own = shape[0] // self.ranks  # rows of a rank
+            at = np.arange(first, last)
+            blocks = at // own * -(-own // height) + at % own // height
+            return Grid(every.reshape(-1, across)[blocks], (1, width))
         above, below = first // height, -(-last // height)
         is_arranged = self.layout in LAYOUTS and self.layout != LINEAR.name
         if is_arranged and len(ref.shape) == 2 and across > 1:
@@ -294,7 +308,9 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
             f" {scales[1].name}; expected one"
         )
         raise InputError("scales-shape", detail, tensor=scales[1].name)
-    block = _block_of(scales[0].shape, (rows, columns), blocks)
+    block, ranks = _block_of(scales[0].shape, (rows, columns), blocks), 1
+    if block is None:
+        block, ranks = _block_of_ranks(scales[0].shape, (rows, columns), blocks)
     if block is None or scales[0].dtype not in SCALE_DTYPES:
         sizes = " or ".join(f"{height}x{width}" for height, width in blocks) or "no size"
         detail = (
@@ -304,7 +320,7 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
         )
         raise InputError("scales-shape", detail, tensor=scales[0].name)
     kind = {(rows, columns): "", (1, columns): " rows"}.get(block, f" {block[0]}x{block[1]}")
-    coding = Fp8(f"fp8{kind}", block)
+    coding = Fp8(f"fp8{kind}", block, ranks=ranks)
     if scales[0].dtype in E8M0_DTYPES and block == (1, MXFP8.block_size):
         coding = Fp8(MXFP8.name, block, format=MXFP8)
     return Linear(module, (rows, columns), coding, (ref, scales[0]), idle)
@@ -326,6 +342,25 @@ def _block_of(
     if scales in ((), (1,), (1, 1)):
         return shape
     return (1, columns) if scales in ((rows,), (rows, 1)) else None
+
+
+def _block_of_ranks(
+    scales: tuple[int, ...], shape: tuple[int, int], blocks: tuple[Block, ...]
+) -> tuple[Block | None, int]:
+    """Return the block and the number of ranks; None where nothing fits.
+
+    Numbers of ranks that give blocks at other rows must not fit alike.
+    """
+    rows, columns = shape
+    fitting = [
+        ((height, width), ranks)
+        for height, width in blocks
+        for ranks in RANKS
+        if rows % ranks == 0
+        and scales == (ranks * -(-rows // ranks // height), -(-columns // width))
+    ]
+    whole = [one for one in fitting if rows // one[1] > one[0][0]]  # more than a block for each
+    return whole[0] if len(whole) == 1 else (None, 1)
 
 
 def _declared_blocks(record: Json) -> Iterator[Block]:

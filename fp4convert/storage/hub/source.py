@@ -29,6 +29,7 @@ from fp4convert.storage.checkpoint_files import (
     find_components,
     find_homes,
     find_index,
+    gguf_parts,
     no_weights,
     read_index,
     sort_others,
@@ -268,8 +269,8 @@ class HubSource(Source):
         where = f"{self._repo} at commit {self._commit}"
         names = [name for name in self._files if "/" not in name]
         if self._single:
-            self._check_there(self._single)
-            names = [self._single]
+            names = gguf_parts(self._single, self._files)
+            self._check_there(names[0])
 
         # A pipeline: its components are checkpoints, and files beside them are copied.
         if PIPELINE in names:

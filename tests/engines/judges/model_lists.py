@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -106,7 +107,28 @@ def of_diffusers(folder: Path) -> set[str]:
     return set(_keys(tables["SINGLE_FILE_LOADABLE_CLASSES"]))
 
 
+def of_llama_cpp(folder: Path) -> set[str]:
+    """Return llama.cpp's architectures: its library's table, and that of its package gguf.
+
+    The library lists them one behind another, from before minimax-m2 to "(unknown)"; names that
+    stand elsewhere in it, too, are there alone, and are in gguf.
+    """
+    (library,) = folder.glob("*.so")
+    before, _, behind = library.read_bytes().partition(b"\0minimax-m2\0")
+    found = {"minimax-m2"}
+    for words in (reversed(before.split(b"\0")[-500:]), behind.split(b"\0")[:500]):
+        for word in filter(None, words):
+            if not re.fullmatch(rb"[a-z0-9_.-]+", word):
+                break
+            found.add(word.decode())
+    numbers = dict(_assigned(folder.parent / "gguf/constants.py"))["MODEL_ARCH_NAMES"]
+    assert isinstance(numbers, ast.Dict)
+    known = {str(one.value) for one in numbers.values if isinstance(one, ast.Constant)}
+    return known | {name for name in found if "token_embd" not in name}
+
+
 PACKAGES = {
+    "llama.cpp": Package("xllamacpp", "its table of architectures", "model_type", of_llama_cpp),
     "vllm": Package("vllm", "model_executor/models/registry.py", "class", of_vllm),
     "sglang": Package("sglang", "srt/models, EntryClass", "class", of_sglang),
     "transformers": Package(
