@@ -127,6 +127,10 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     from fp4convert.conversion.work import prepare
 
     settings = options.settings(options.device, is_elsewhere=options.ray is not None)
+    if (options.fit, options.context) != (None, None):
+        from fp4convert.conversion.memory_fit import fit_options
+
+        options = fit_options(options)
     given = options
     if options.has_text:
         from fp4convert.commands.calibration import calibrate_first

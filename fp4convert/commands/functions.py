@@ -65,6 +65,8 @@ def quantize(
     kv_cache: str | None = None,
     target_size: float | None = None,
     target_bits: float | None = None,
+    fit: float | str | None = None,
+    context: int | None = None,
     keep_packed: bool = False,
     keep_dtype: str | None = None,
     draft: str | None = None,
@@ -112,6 +114,9 @@ def quantize(
         of: fp8, nvfp4.
     target_size: Largest size of the result: modules get formats by measured loss.
     target_bits: The same as bits per weight, averaged over the quantized modules.
+    fit: Memory of the card that is to serve it, such as 24GB. The largest size of the result is
+        what it leaves beside the cache of --context tokens and a tenth for the engine.
+    context: With --fit: tokens of the cache. Default: up to 32768.
     keep_packed: Do not expand kept FP8, int4 and FP4 modules to bf16.
     keep_dtype: Write kept fp32 matrices, and packed ones that become floats, as this; vectors and
         routers stay as they are. q8_0 is for --dialect gguf, and kept matrices of 16 bits become
@@ -201,6 +206,8 @@ def preview_quantize(
     kv_cache: str | None = None,
     target_size: float | None = None,
     target_bits: float | None = None,
+    fit: float | str | None = None,
+    context: int | None = None,
     keep_packed: bool = False,
     keep_dtype: str | None = None,
     draft: str | None = None,

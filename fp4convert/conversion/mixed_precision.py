@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -130,8 +130,12 @@ class Fit(NamedTuple):
         return {**asked, **found, **error, "modules": dict(self.modules), "formats": formats}
 
 
-def fit(request: Request, goal: Goal, output: Path, settings: Settings, may_write: bool) -> Fit:
+def fit(
+    request: Request, goal: Goal, output: Path, settings: Settings, may_write: bool
+) -> Fit | None:
     """Measure, and choose the formats that meet the goal with the least error.
+
+    None where the goal is met without a choice: then all modules have the format asked for.
 
     may_write  measurements are kept in the output folder; they are read from there in any case
     Raises  InputError for a goal out of reach, or where nothing is rounded; what `measure` raises;
@@ -147,6 +151,8 @@ def fit(request: Request, goal: Goal, output: Path, settings: Settings, may_writ
         next_step = advise_on_types(source.checkpoint.tensors, NAME_SOME)
         raise InputError("no-linears", detail, next_step)
     fitting, known = _Fitting(goal, parts, request, request.recorded(None)), parts.known_losses()
+    if fitting.is_met(settings.tell):
+        return None
     fitting.check()
     if not any(recipe.format.name in one.formats for one in parts.candidates):
         count = sum(map(len, parts.modules.values()))
@@ -211,6 +217,22 @@ class _Fitting(NamedTuple):
     parts: Parts
     request: Request
     recorded: Mapping[str, object]
+
+    def is_met(self, tell: Callable[[str], None]) -> bool:
+        """Return whether the size holds the weights as they are; say so."""
+        parts = self.parts.sized({})
+        least, high = self._smallest(parts), 0
+        for options, option in zip(parts, least, strict=True):
+            high += max(option.nbytes for option in options) - option.nbytes
+        whole = self.artifact_nbytes(least) + high
+        if self.goal.nbytes is None or self.goal.nbytes < whole:
+            return False
+        name = self.parts.recipe.format.name
+        tell(
+            f"{self.goal.asked} holds the weights as they are ({size_text(whole)}): no format has"
+            f" to be chosen, and all modules become {name}"
+        )
+        return True
 
     def check(self) -> None:
         """Raise InputError for a goal that is out of reach."""

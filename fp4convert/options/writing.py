@@ -119,6 +119,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             "Largest size of the result: modules get formats by measured loss.",
             panel=TARGET,
             value="<gb>",
+            is_rare=True,
         ),
     ] = None
     target_bits: Annotated[
@@ -127,6 +128,25 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             "The same as bits per weight, averaged over the quantized modules.",
             panel=TARGET,
             value="<bits>",
+            is_rare=True,
+        ),
+    ] = None
+    fit: Annotated[
+        float | str | None,
+        Option(
+            "Memory of the card that is to serve it, such as 24GB. The largest size of the result"
+            " is what it leaves beside the cache of --context tokens and a tenth for the engine.",
+            panel=TARGET,
+            value="<gb>",
+        ),
+    ] = None
+    context: Annotated[
+        int | None,
+        Option(
+            "With --fit: tokens of the cache. Default: up to 32768.",
+            least=1,
+            panel=TARGET,
+            value="<tokens>",
             is_rare=True,
         ),
     ] = None
@@ -352,6 +372,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         others = {field.name for kind in (DeviceOptions, PartOptions) for field in fields(kind)}
         others |= {"source", "output", "engine", "ray", "push_to_hub", "private", "report"}
         others |= {"no_keep", "disk", "text", "dataset", "self_generate", "min_sqnr", "max_nmse"}
+        others |= {"fit", "context"}
         names = [each.name for each in declared_in(QuantizeOptions)]
         values = {name: getattr(self, name) for name in names if name not in others - {"subfolder"}}
         return {

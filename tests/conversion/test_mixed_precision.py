@@ -45,7 +45,16 @@ def source(tmp_path) -> Path:
 def reach(source: object, out: Path, *options: object) -> tuple[int, int]:
     """The range that a refusal names, in bytes."""
     outcome = run(
-        "quantize", source, "--format", "nvfp4", *options, "--target-size", 1e3, "-o", out, "--json"
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        *options,
+        "--target-size",
+        1e-9,
+        "-o",
+        out,
+        "--json",
     )
     words = outcome.json["error"]["message"].split()
     return round(float(words[words.index("from") + 1]) * 1e9), round(
@@ -87,10 +96,13 @@ def test_the_ends_of_the_range_are_all_four_bit_and_nearly_nothing(source, tmp_p
         "target"
     ]
     assert at_high["modules"]["keep"] > at_high["modules"]["nvfp4"] >= 1
-    for below in (low - 1, high):
-        size = ("--target-size", f"{below / 1e9:.9f}", "-o", tmp_path / "out", "--json")
-        outcome = run("quantize", source, "--format", "nvfp4", *size)
-        assert (outcome.code, outcome.json["error"]["code"]) == (2, "target-range")
+    size = ("--target-size", f"{(low - 1) / 1e9:.9f}", "-o", tmp_path / "out", "--json")
+    outcome = run("quantize", source, "--format", "nvfp4", *size)
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "target-range")
+    size = ("--target-size", f"{high / 1e9:.9f}", "-o", tmp_path / "out", "--json")
+    outcome = run("quantize", source, "--format", "nvfp4", *size)
+    assert (outcome.code, outcome.json["output_bytes"]) == (0, low)
+    assert "no format has to be chosen" in outcome.err
 
 
 def units_of(modules: dict[str, object]) -> list[list[str]]:
