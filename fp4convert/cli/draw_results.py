@@ -222,7 +222,10 @@ def draw_recipe(screen: Screen, recipe: Document) -> None:
 
 def draw_explained(screen: Screen, explained: Document) -> None:
     """Draw the document of `explain`: one code, a subject's codes, or all."""
-    if "code" in explained:
+    if "page" in explained:
+        for line in explained["page"].splitlines():
+            screen.unwrapped(line)
+    elif "code" in explained:
         draw_code(screen, explained)
     elif explained == explain_all():
         draw_subjects(screen, explained)

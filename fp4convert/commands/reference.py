@@ -8,8 +8,14 @@ from fp4convert.options.looking import ExplainOptions, RecipesOptions
 
 
 def explain(options: ExplainOptions) -> dict[str, Any]:
-    """Return the meaning of a code, the codes of a subject, or all codes."""
+    """Return the meaning of a code, the codes of a subject, or all codes.
+
+    "agents" is the page for agents.
+    """
     from fp4convert.report import text
+
+    if options.code == "agents":
+        return {"page": text.AGENTS.read_text(encoding="utf-8")}
 
     if options.code is None:
         return text.explain_all()

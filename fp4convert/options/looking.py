@@ -190,7 +190,8 @@ class ExplainOptions:
     code: Annotated[
         str | None,
         Option(
-            "Code of a finding or an error, such as scale-layout; or a subject, such as hub.",
+            "Code of a finding or an error, such as scale-layout; or a subject, such as hub; or"
+            " agents, for the page that agents follow.",
             is_argument=True,
             is_code=True,
         ),

@@ -8,6 +8,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from fp4convert.errors import InputError, did_you_mean, read_catalogue
@@ -19,6 +20,7 @@ Document = dict[str, Any]  # what --json prints
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 CELL_WIDTH = 100
 LONGEST_WORD, LONGEST_LINE = 5000, 20_000  # characters; Linux has paths of 4096 at most
+AGENTS = Path(__file__).with_name("agents.md")  # what `explain agents` prints
 MOST_ALIKE = 4  # lines of findings of one code
 _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 _MEASURED = ("sqnr-low", "nmse-high", "output-error-high")  # verify lists the worst first

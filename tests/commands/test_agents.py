@@ -1,0 +1,64 @@
+"""`explain agents`: the loop that the page describes runs as it is written, on a small model."""
+
+import json
+import re
+import shlex
+
+import pytest
+from checkpoints import run
+from fakehub import TOKEN
+from pushing import FastTime
+from tiny_chains import TEXT, make_model
+
+from fp4convert.quality import evaluation
+from fp4convert.quality.evaluation import UsualLoss
+
+pytestmark = pytest.mark.engine
+
+
+def page() -> str:
+    return run("explain", "agents").out
+
+
+def test_every_command_of_the_loop_runs(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._http.time", FastTime)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    usual = (("rtn", 0.05), ("gptq", 0.02))
+    rows = [UsualLoss("nvfp4", 16, method, 96_704, kl, 0.7, "a toy") for method, kl in usual]
+    monkeypatch.setattr(evaluation, "usual_losses", lambda: tuple(rows))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    make_model(tmp_path / "m", "Llama")
+    words = {"SOURCE": "m", "ENGINE": "vllm", "TEXT": "text.txt", "ORG/NAME": "me/q"}
+    blocks = re.findall(r"```sh\n(.*?)```", page(), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert len(lines) == 7
+    for number, line in enumerate(lines):
+        out = "text-q" if "--text" in line and "quantize" in line else "q"
+        known = {**words, "OUT": out}
+        named = re.sub("|".join(known), lambda match, known=known: known[match[0]], line)
+        command, _, file = named.partition(" > ")
+        _, *arguments = shlex.split(command)
+        found = run(*arguments)
+        assert found.code == 0, (number, line, found.out, found.err)
+        if file:
+            (tmp_path / file).write_text(found.out)
+        assert json.loads(found.out)
+    assert len(hub.repos["me/q"].commits) == 2
+
+
+def test_the_keys_and_codes_that_it_names_exist(tmp_path):
+    make_model(tmp_path / "m", "Llama")
+    plan = run("quantize", tmp_path / "m", "--for", "vllm", "--dry-run", "--json").json
+    made = run("quantize", tmp_path / "m", "--for", "vllm", "-o", tmp_path / "q", "--json").json
+    known = {"usual_loss": None, **plan, **made}  # of a model whose size nobody measured
+    for name in ("output_bytes", "peak_disk_bytes", "peak_memory_bytes", "unexplained", "warnings"):
+        assert f"`{name}`" in page()
+        assert name in plan
+    for path in re.findall(r"`((?:engine|fidelity)\.\w+)`", page()):
+        home, _, key = path.partition(".")
+        assert key in known[home], path
+    for code in ("engine-refuses", "no-usual-loss", "no-torch", "no-transformers"):
+        assert code in page()
+        assert run("explain", code).code == 0
+    assert len(page().splitlines()) <= 200
