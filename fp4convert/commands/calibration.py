@@ -35,7 +35,7 @@ METHODLESS_GRAM = "diag"  # where no method is said
 TEXTS = ("text", "dataset", "self_generate")
 SHARED = (  # options of a quantize and its calibration
     *(*TEXTS, "lora", "lora_scale", "device", "tell"),
-    *("revision", "subfolder", "token", "memory", "config"),
+    *("revision", "subfolder", "token", "memory", "config", "follow_links"),
 )
 
 

@@ -43,6 +43,7 @@ def quantize(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
+    follow_links: bool = False,
     tell: Callable[[str], None] = ignore,
     workers: int = 0,
     force: bool = False,
@@ -168,6 +169,7 @@ def quantize(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    follow_links: The folders are yours: links in them may lead out of them.
     """
     options = checked(QuantizeOptions(**locals()))
     from fp4convert.commands import convert
@@ -184,6 +186,7 @@ def preview_quantize(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
+    follow_links: bool = False,
     tell: Callable[[str], None] = ignore,
     workers: int = 0,
     force: bool = False,
@@ -259,6 +262,7 @@ def dequantize(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
+    follow_links: bool = False,
     tell: Callable[[str], None] = ignore,
     workers: int = 0,
     force: bool = False,
@@ -285,6 +289,7 @@ def dequantize(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    follow_links: The folders are yours: links in them may lead out of them.
     """
     options = checked(DequantizeOptions(**locals()))
     from fp4convert.commands import convert
@@ -302,6 +307,7 @@ def transcode(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
+    follow_links: bool = False,
     tell: Callable[[str], None] = ignore,
     workers: int = 0,
     force: bool = False,
@@ -337,6 +343,7 @@ def transcode(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    follow_links: The folders are yours: links in them may lead out of them.
     """
     options = checked(TranscodeOptions(**locals()))
     from fp4convert.commands import convert
@@ -394,6 +401,7 @@ def inspect(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
+    follow_links: bool = False,
     tell: Callable[[str], None] = ignore,
     engine: str | None = None,
     source: Reference | None = None,
@@ -419,6 +427,7 @@ def inspect(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    follow_links: The folders are yours: links in them may lead out of them.
     """
     options = checked(InspectOptions(**locals()))
     from fp4convert.commands import quality
@@ -435,6 +444,7 @@ def verify(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
+    follow_links: bool = False,
     tell: Callable[[str], None] = ignore,
     engine: str | None = None,
     source: Reference | None = None,
@@ -473,6 +483,7 @@ def verify(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    follow_links: The folders are yours: links in them may lead out of them.
     """
     options = checked(VerifyOptions(**locals()))
     from fp4convert.commands import quality
@@ -489,6 +500,7 @@ def evaluate(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
+    follow_links: bool = False,
     tell: Callable[[str], None] = ignore,
     text: Reference | Iterable[Reference] | None = None,
     dataset: Reference | None = None,
@@ -543,6 +555,7 @@ def evaluate(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    follow_links: The folders are yours: links in them may lead out of them.
     """
     options = checked(EvaluateOptions(**locals()))
     from fp4convert.commands import evaluation
@@ -559,6 +572,7 @@ def compare(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
+    follow_links: bool = False,
     tell: Callable[[str], None] = ignore,
     text: Reference | Iterable[Reference] | None = None,
     dataset: Reference | None = None,
@@ -603,6 +617,7 @@ def compare(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    follow_links: The folders are yours: links in them may lead out of them.
     """
     options = checked(CompareOptions(**locals()))
     from fp4convert.commands import quality
@@ -620,6 +635,7 @@ def calibrate(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
+    follow_links: bool = False,
     tell: Callable[[str], None] = ignore,
     text: Reference | Iterable[Reference] | None = None,
     dataset: Reference | None = None,
@@ -674,6 +690,7 @@ def calibrate(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    follow_links: The folders are yours: links in them may lead out of them.
     """
     options = checked(CalibrateOptions(**locals()))
     from fp4convert.commands import calibration
@@ -712,6 +729,7 @@ def analyze(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
+    follow_links: bool = False,
     tell: Callable[[str], None] = ignore,
     exclude: Globs = (),
     include: Globs = (),
@@ -746,6 +764,7 @@ def analyze(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    follow_links: The folders are yours: links in them may lead out of them.
     """
     options = checked(AnalyzeOptions(**locals()))
     from fp4convert.commands import quality
@@ -765,6 +784,7 @@ def prune(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
+    follow_links: bool = False,
     tell: Callable[[str], None] = ignore,
     workers: int = 0,
     force: bool = False,
@@ -794,6 +814,7 @@ def prune(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    follow_links: The folders are yours: links in them may lead out of them.
     """
     options = checked(PruneOptions(**locals()))
     from fp4convert.commands import convert
@@ -813,6 +834,7 @@ def preview_prune(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
+    follow_links: bool = False,
     tell: Callable[[str], None] = ignore,
     workers: int = 0,
     force: bool = False,
@@ -844,6 +866,7 @@ def reproduce(
     token: str | None = None,
     memory: float = 1.0,
     config: Reference | None = None,
+    follow_links: bool = False,
     tell: Callable[[str], None] = ignore,
     workers: int = 0,
     force: bool = False,
@@ -882,6 +905,7 @@ def reproduce(
     token: Access token. Better: hf auth login. [env: HF_TOKEN]
     memory: GB of memory at most, unless one scale group needs more.
     config: Folder with the config.json of a GGUF file's model: the file is read as safetensors.
+    follow_links: The folders are yours: links in them may lead out of them.
     """
     options = checked(ReproduceOptions(**locals()))
     from fp4convert.commands import reproduction

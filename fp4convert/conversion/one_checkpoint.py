@@ -122,6 +122,7 @@ class Conversion:
             words += ["--source", original]
             if (config := self.options.config) is not None:
                 words += ["--config", absolute(config) if is_absolute else config]
+            words += ["--follow-links"] if self.options.follow_links else []
             for adapter in one_adapter(self.options.lora):
                 words += ["--lora", absolute(adapter) if is_absolute else adapter]
         checkpoint, folder = self.source.checkpoint, str(output)

@@ -168,6 +168,12 @@ class AccessOptions:
             is_rare=True,
         ),
     ] = None
+    follow_links: Annotated[
+        bool,
+        Option(
+            "The folders are yours: links in them may lead out of them.", panel=TARGET, is_rare=True
+        ),
+    ] = False
     tell: Callable[[str], None] = ignore
 
     def __post_init__(self) -> None:
@@ -194,6 +200,7 @@ class AccessOptions:
             tell=self.tell,
             output=output,
             config=None if self.config is None else Path(self.config),
+            follows_links=self.follow_links,
         )
 
     def folder_of(self, artifact: Reference) -> Path | None:

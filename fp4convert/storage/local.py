@@ -51,7 +51,14 @@ class LocalSource(Source):
 
     is_streamed = False
 
-    def __init__(self, path: Path, may_lack: bool = False, subfolder: str = "") -> None:
+    def __init__(
+        self,
+        path: Path,
+        may_lack: bool = False,
+        subfolder: str = "",
+        follows_links: bool = False,
+    ) -> None:
+        self._follows_links = follows_links
         try:
             is_folder = path.is_dir()
             self._root = path if is_folder else path.parent
@@ -69,6 +76,9 @@ class LocalSource(Source):
         except OSError as error:
             raise _unreadable(error.filename or path, error) from error
         self._stamps = self.checkpoint.stamps
+
+    def _regular(self, name: str) -> Path:
+        return _regular(self._folder, name, self._follows_links)
 
     def read(self, ref: TensorRef) -> memoryview:
         with self._lock:
@@ -131,7 +141,7 @@ class LocalSource(Source):
 
     def open_file(self, file: str) -> BinaryIO:
         try:
-            return _regular(self._folder, file).open("rb")
+            return self._regular(file).open("rb")
         except OSError as error:
             refusal = _unreadable(file, error)
             code = "source-unreadable"
@@ -146,7 +156,7 @@ class LocalSource(Source):
 
     def file_nbytes(self, file: str) -> int:
         try:
-            return _regular(self._folder, file).stat().st_size
+            return self._regular(file).stat().st_size
         except OSError as error:
             raise _unreadable(file, error) from error
 
@@ -261,13 +271,13 @@ class LocalSource(Source):
         return ""
 
     def _stamps_of(self, *files: str) -> dict[str, str]:
-        return {file: _stamp(_regular(self._folder, file)) for file in files}
+        return {file: _stamp(self._regular(file)) for file in files}
 
     def _header(self, name: str) -> Header:
         if name.endswith(GGUF):
             from fp4convert.storage.gguf import read_gguf_header
 
-            return read_gguf_header(_regular(self._folder, name))
+            return read_gguf_header(self._regular(name))
         with self.open_file(name) as stream:
             fd = stream.fileno()
             nbytes = os.fstat(fd).st_size
@@ -338,8 +348,11 @@ def _links_lead_to(root: Path) -> tuple[Path, ...]:
     return (root, *(place.parent.parent / "blobs" for place in caches))
 
 
-def _regular(folder: Path, name: str) -> Path:
-    """Return the path of a regular file in a folder, or in its cache's blobs."""
+def _regular(folder: Path, name: str, follows_links: bool) -> Path:
+    """Return the path of a regular file in a folder, or in its cache's blobs.
+
+    follows_links  the folder is the user's own: its links may lead anywhere
+    """
     path = folder / name
     try:
         name.encode("utf-8")
@@ -352,7 +365,8 @@ def _regular(folder: Path, name: str) -> Path:
         # RuntimeError: a link that leads to itself; ValueError: NUL.
         words = getattr(error, "strerror", None) or error
         raise InputError("unreadable", f"{name} cannot be read: {words}") from None
-    if not any(target.is_relative_to(place) for place in _links_lead_to(root)):
+    is_inside = any(target.is_relative_to(place) for place in _links_lead_to(root))
+    if not (is_inside or follows_links):
         detail = f"{name} is a link to {target}, outside the folder; expected a file in it"
         raise InputError("link-outside", detail)
     if not stat.S_ISREG(mode):

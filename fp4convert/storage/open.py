@@ -208,7 +208,7 @@ def _open_stored(reference: str, access: Access, may_lack: bool) -> Source:
     if is_there and reference:  # Path("") is the current folder
         from fp4convert.storage.local import LocalSource
 
-        return LocalSource(path, may_lack, subfolder_of(access))
+        return LocalSource(path, may_lack, subfolder_of(access), access.follows_links)
     gguf = GGUF_FILE.fullmatch(reference)
     if not gguf and not re.fullmatch(REPOSITORY, reference):
         name = reference or "the source without a name"

@@ -37,6 +37,7 @@ class Access:
     output         an unfinished plan in this folder pins the commit
     connections    at once; None for the default
     config         folder whose config.json turns a GGUF file into a folder
+    follows_links  links in a folder may lead out of it
     """
 
     revision: str | None = None
@@ -47,6 +48,7 @@ class Access:
     output: Path | None = None
     connections: int | None = None
     config: Path | None = None
+    follows_links: bool = False
 
 
 class Padding(NamedTuple):

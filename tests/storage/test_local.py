@@ -306,3 +306,19 @@ def test_a_shard_that_cannot_be_mapped_or_looked_at_is_an_unreadable_source(tmp_
     monkeypatch.setattr("fp4convert.storage.local._stamp", _fail())
     with pytest.raises(SourceError, match="Input/output error"):
         source.check_unchanged(ref.file)
+
+
+def test_links_out_of_a_folder_are_followed_where_it_is_yours(tmp_path):
+    """The digest is that of the files themselves, and the next line works as it is printed."""
+    real, linked = write_llama(tmp_path / "real"), tmp_path / "linked"
+    linked.mkdir()
+    for file in real.iterdir():
+        (linked / file.name).symlink_to(file)
+    words = ("--format", "nvfp4", "--json")
+    refused = run("quantize", linked, *words, "-o", tmp_path / "q").json["error"]
+    assert refused["code"] == "link-outside"
+    found = run("quantize", linked, *words, "-o", tmp_path / "q", "--follow-links").json
+    assert found["digest"] == run("quantize", real, *words, "-o", tmp_path / "r").json["digest"]
+    _, *line = found["next"][0].split()
+    assert line[-1] == "--follow-links"
+    assert run(*line).code == 0
