@@ -21,7 +21,7 @@ from tiny_chains import TEXT, make_model
 from tiny_models import offline
 
 from fp4convert.numerics.backends import entry_points
-from fp4convert.storage.hub.api import Patience
+from fp4convert.storage.hub.retry import Patience
 
 # Workers and the commands that tests start get it: threads that wait by spinning double their time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

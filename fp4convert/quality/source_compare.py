@@ -27,7 +27,8 @@ from fp4convert.process import processors
 from fp4convert.progress import Phases
 from fp4convert.quality.fold_recovery import check_columns, check_vector, fold_originals
 from fp4convert.quality.kept_values import own_names, split_bytes
-from fp4convert.quality.source_match import OddPlaces, is_underflow, underflow
+from fp4convert.quality.odd_places import OddPlaces
+from fp4convert.quality.source_match import is_underflow, underflow
 from fp4convert.storage.gguf import (
     Q8_0,
     decode,

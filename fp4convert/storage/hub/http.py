@@ -25,16 +25,8 @@ from urllib3.exceptions import HTTPError
 
 from fp4convert.errors import AccessError, InputError, SourceError
 from fp4convert.progress import duration_text, size_text
-from fp4convert.storage.hub.api import (
-    PASSING,
-    Patience,
-    Retry,
-    host_of,
-    no_access,
-    pause_of,
-    plain_words,
-    status_words,
-)
+from fp4convert.storage.hub.api import PASSING, host_of, no_access, plain_words
+from fp4convert.storage.hub.retry import Patience, Retry, pause_of, status_words
 from fp4convert.storage.hub.watch import Watch
 
 HOPS = 5  # redirects inside the Hub

@@ -9,18 +9,10 @@ from typing import Any, cast
 from fp4convert.errors import Fp4Error, InputError, SourceError, shell_line
 from fp4convert.progress import duration_text
 from fp4convert.storage.checkpoint_files import no_subfolder
-from fp4convert.storage.hub.api import (
-    PASSING,
-    Patience,
-    Retry,
-    host_of,
-    no_access,
-    pause_of,
-    plain_words,
-    status_words,
-)
+from fp4convert.storage.hub.api import PASSING, host_of, no_access, plain_words
 from fp4convert.storage.hub.fetchers import do_aside
 from fp4convert.storage.hub.http import AGAIN, RemoteFile, check_endpoint
+from fp4convert.storage.hub.retry import Patience, Retry, pause_of, status_words
 from fp4convert.storage.source import Access, commit_begun, subfolder_of
 
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # names of files in the cache

@@ -35,7 +35,7 @@ from fp4convert.storage.checkpoint_files import (
     sort_others,
     sort_pipeline,
 )
-from fp4convert.storage.hub.api import Patience, hub_headers
+from fp4convert.storage.hub.api import hub_headers
 from fp4convert.storage.hub.fetchers import do_aside
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_token
 from fp4convert.storage.hub.listing import list_files
@@ -50,6 +50,7 @@ from fp4convert.storage.hub.prefetch import (
     hasher,
     split,
 )
+from fp4convert.storage.hub.retry import Patience
 from fp4convert.storage.hub.stream import Stream
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header, TensorRef, read_header

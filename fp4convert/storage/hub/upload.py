@@ -24,7 +24,6 @@ from fp4convert.storage.hub.api import (
     AGAIN,
     POLL_SECONDS,
     Asker,
-    Patience,
     cannot_read,
     hub_headers,
     replies_seen_by,
@@ -40,6 +39,7 @@ from fp4convert.storage.hub.repository import (
     read_head,
     read_record,
 )
+from fp4convert.storage.hub.retry import Patience
 from fp4convert.storage.source import BRANCH
 from fp4convert.version import __version__
 

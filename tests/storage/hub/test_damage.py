@@ -27,7 +27,7 @@ from safetensors import safe_open
 from fp4convert.errors import SourceError
 from fp4convert.storage.hub import prefetch
 from fp4convert.storage.hub import source as source_module
-from fp4convert.storage.hub.api import Patience
+from fp4convert.storage.hub.retry import Patience
 from fp4convert.storage.hub.source import HubSource
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Access

@@ -16,8 +16,8 @@ from pushing import check_secrets
 from urllib3.connection import HTTPConnection
 
 from fp4convert.errors import Fp4Error, SourceError
-from fp4convert.storage.hub.api import Patience, pause_of
 from fp4convert.storage.hub.http import AgainError, RangeReader, RemoteFile, _follow
+from fp4convert.storage.hub.retry import Patience, pause_of
 from fp4convert.storage.hub.source import HubSource
 from fp4convert.storage.source import Access
 

@@ -11,8 +11,9 @@ import pytest
 from hub_cases import ask
 
 from fp4convert.errors import SourceError
-from fp4convert.storage.hub.api import Patience, Retry, plain_words
+from fp4convert.storage.hub.api import plain_words
 from fp4convert.storage.hub.http import AGAIN, RangeReader, RemoteFile
+from fp4convert.storage.hub.retry import Patience, Retry
 
 REFUSED, UNKNOWN, LATE = "refuses the connection", "no such host", "did not answer in time"
 

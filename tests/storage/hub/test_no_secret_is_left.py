@@ -16,7 +16,7 @@ from hub_cases import NVFP4, ask, expect
 from pushing import MANY, at_hub, check_secrets
 
 from fp4convert.options.access import AccessOptions
-from fp4convert.storage.hub.api import Patience
+from fp4convert.storage.hub.retry import Patience
 from fp4convert.storage.source import Access
 
 STATE, RECORD = ".fp4convert", "quantization_config.json"
@@ -139,7 +139,7 @@ def test_not_even_the_log_of_the_hubs_client_tells_a_secret(
 IMPATIENT = """
 import fp4convert.storage.hub.source as hub
 from fp4convert.__main__ import main
-from fp4convert.storage.hub.api import Patience
+from fp4convert.storage.hub.retry import Patience
 hub.Patience = lambda: Patience(1.0, first_seconds=0.01)
 hub.WHOLE_NBYTES = 0
 main()

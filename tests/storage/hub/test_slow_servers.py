@@ -11,9 +11,9 @@ from checkpoints import FIRST, run, write_llama
 from paths import ROOT
 
 from fp4convert.errors import SourceError
-from fp4convert.storage.hub.api import Patience
 from fp4convert.storage.hub.http import RangeReader, RemoteFile
 from fp4convert.storage.hub.listing import LIST_FACTOR
+from fp4convert.storage.hub.retry import Patience
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
 RANGE = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes %d-99999/100000\r\n"

@@ -7,7 +7,7 @@ from fakehub_uploads import OWNED
 from pushing import MANY, refusal, requests
 
 from fp4convert.errors import OutputError
-from fp4convert.storage.hub.api import Patience
+from fp4convert.storage.hub.retry import Patience
 
 SOON = 30.0  # seconds that a busy machine may take
 TRIES = 2 * 6  # ours, of each of which huggingface_hub makes six

@@ -16,7 +16,7 @@ from pushing import CARD, MANY, REPO, at_hub, begun, push, refusal, requests
 
 from fp4convert.errors import OutputError
 from fp4convert.storage.checkpoint_files import RECORD
-from fp4convert.storage.hub.api import Patience
+from fp4convert.storage.hub.retry import Patience
 
 LONG, SOON = 90.0, 30.0  # seconds: what nobody waits for, and what a busy machine may take instead
 
