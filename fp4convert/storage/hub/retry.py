@@ -1,4 +1,4 @@
-"""Wait between tries at a server, as long as it asks for or patience lasts."""
+"""Wait between tries at a server: pauses, patience, rate limits."""
 
 from __future__ import annotations
 
