@@ -26,17 +26,20 @@ if TYPE_CHECKING:
         preview_prune,
         preview_quantize,
         prune,
+        push,
         quantize,
         reproduce,
         transcode,
         verify,
     )
+    from fp4convert.commands.modules import OpenArtifact, arrange_scales, open_artifact
     from fp4convert.commands.products import multiply_tensor
     from fp4convert.commands.tensors import dequantize_tensor, quantize_tensor
     from fp4convert.errors import (
         AccessError,
         DeviceError,
         Fp4Error,
+        GateError,
         InputError,
         NumericError,
         OutputError,

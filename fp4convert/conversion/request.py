@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR
+from fp4convert.checkpoint.dialects.registry import ALWAYS_FOUR, dialect_named
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears, find_linears
 from fp4convert.checkpoint.record import folds_recorded
@@ -40,7 +40,6 @@ from fp4convert.planning.activation_scales import bounded_scales, choose_scales,
 from fp4convert.planning.engine_facts import engine_warnings
 from fp4convert.planning.plan import Plan
 from fp4convert.planning.quantize_plan import Cache, Scalars
-from fp4convert.progress import count_text
 from fp4convert.recipes.draft_layers import JOINT, find_drafts, is_draft_head
 from fp4convert.recipes.options import DRAFTS, KEEP, one_of
 from fp4convert.recipes.recipe import Recipe, Target, build_recipe
@@ -68,8 +67,7 @@ def _own_folds(source: Source) -> tuple[FoldUse, ...]:
 
 def _in_its_file(source: Source, options: QuantizeOptions) -> Source:
     """View a source as the kind of file that the dialect is stored in."""
-    target = Target(str(options.format), options.dialect)
-    return as_file_of(source, dialect_to_write(target).TRAITS.container)
+    return as_file_of(source, dialect_named(str(options.dialect)).TRAITS.container)
 
 
 def source_as_asked(source: Source, options: QuantizeOptions) -> Source:
@@ -160,7 +158,6 @@ def _checks(
         yield partial(engine_warnings, checkpoint=source.checkpoint)
     if own_card(source):
         yield lambda plan: [CARD_LEFT]
-    yield partial(_note_growth, is_packed=options.keep_packed)
     if padding := source.checkpoint.padding:
         from fp4convert.planning.tensor_parallel import refuse_bad_splits
 
@@ -171,23 +168,6 @@ def _checks(
         yield check_splits
     if not source.is_streamed:  # from a Hub each would be a request: the run tells
         yield _check_carried
-
-
-def _note_growth(plan: Plan, is_packed: bool) -> Iterator[str]:
-    """Say that a result is larger than its source, and why, if so."""
-    grown = [
-        step
-        for step in plan.steps
-        if not step.is_made
-        and any(linear.coding.is_packed for linear in step.linears)
-        and step.output_bytes > step.source_bytes
-    ]
-    if plan.output_bytes > plan.source_bytes and grown:
-        least = "" if is_packed else ": --keep-packed leaves them as they are, where it can"
-        yield (
-            f"the result is larger than its source: {count_text(len(grown), 'module')} that stay"
-            f" were packed, and are wider now{least}"
-        )
 
 
 def _check_carried(plan: Plan) -> Iterable[str]:

@@ -34,7 +34,7 @@ from fp4convert.errors import OutputError, SourceError
 from fp4convert.execution.fill import TaskWriter
 from fp4convert.execution.leases import Leases
 from fp4convert.execution.output_check import refuse_all_links
-from fp4convert.execution.plan_file import DONE, STATE, Done, Manifest, TaskFiles
+from fp4convert.execution.plan_file import DONE, STATE, Done, Manifest, TaskFiles, refuse_links
 from fp4convert.execution.settings import Elsewhere, OnNamed
 from fp4convert.makers.maker import Fact
 from fp4convert.planning.steps import Shard, Task
@@ -44,7 +44,6 @@ from fp4convert.storage.disk import (
     fsync_folder,
     hash_file,
     is_sealed,
-    name_inside,
     nbytes_there,
     seal,
     write_errors_at,
@@ -342,8 +341,10 @@ class OutputFolder:
         """Write a file of ours beside plan.json, atomically."""
         final = self.state / name
         temp = self.write_temp(f"state-{final.name}", (text.encode("utf-8"),))
+        refuse_links(self.root, DONE)  # as one that is planted meanwhile
         with write_errors_at(final):
-            name_inside(temp, final)
+            os.replace(temp, final)
+            fsync_folder(final.parent)
 
     def sweep(self) -> None:
         """Remove temporary files of processes that are gone."""

@@ -148,32 +148,6 @@ def temp_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-def name_inside(temp: Path, final: Path) -> None:
-    """Give a file its last name, and flush that; its folder must be no link.
-
-    Raises  OSError where the folder is one, which was planted meanwhile
-    """
-    if not hasattr(os, "O_NOFOLLOW"):  # Windows
-        os.replace(temp, final)
-        fsync_folder(final.parent)
-        return
-    folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        os.replace(temp, final.name, dst_dir_fd=folder)
-        _fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _fsync(fd: int) -> None:
-    """Flush a folder to the disk, if its file system can."""
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in UNKNOWN_HERE:
-            raise
-
-
 def fsync_folder(folder: Path) -> None:
     """Flush the names in a folder to the disk, if it can."""
     try:
@@ -183,7 +157,10 @@ def fsync_folder(folder: Path) -> None:
             raise
         return  # Windows opens no folders; there a rename flushes the name
     try:
-        _fsync(fd)
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in UNKNOWN_HERE:
+            raise
     finally:
         os.close(fd)
 

@@ -170,7 +170,7 @@ WORK = {  # what a command comes to -> the command line, and the words of the ca
     [
         *((work, *asked) for work, asked in WORK.items()),
         ("commands.quality.open_artifact", "verify ARTIFACT", {}),
-        ("commands.quality.open_artifact", *COMPARE),
+        ("checkpoint.candidates.open_candidate", *COMPARE),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -61,7 +61,7 @@ W4A4 = ("nvfp4", "modelopt", 4)
         ("bert", "mlx", "engine-refuses"),
         ("bert", "vllm", NVFP4),
         ("bert", "sglang", NVFP4),
-        ("llama", "comfyui", "engine-refuses"),
+        ("llama", "comfyui", ("nvfp4", "comfy", 16)),  # a text encoder
         ("flux", "comfyui --recipe flux", ("nvfp4", "comfy", 16)),
         ("gguf", "llama.cpp", ("mxfp4", "gguf", 16)),
         ("moe", "vllm", NVFP4),
@@ -260,8 +260,8 @@ def test_formats_of_a_size_that_the_engine_does_not_load_are_told(before, tmp_pa
 @pytest.mark.parametrize(
     ("made", "words", "says"),
     [
-        ("nvfp4", "mlx", "7 modules are nvfp4 and are rounded again to mxfp4"),
-        ("nvfp4", "vllm --format mxfp4", "7 modules are nvfp4 and are rounded again to mxfp4"),
+        ("nvfp4", "mlx", "7 modules are nvfp4 and rounded again to mxfp4"),
+        ("nvfp4", "vllm --format mxfp4", "7 modules are nvfp4 and rounded again to mxfp4"),
         ("mxfp4", "vllm", ""),
         ("nvfp4", "vllm", ""),
     ],

@@ -243,7 +243,7 @@ def test_sources_of_that_type_are_quantized_as_their_values(
     done("dequantize", source, "-o", tmp_path / "d", "--dtype", "fp32")
     options = ("--format", fmt, "--dialect", "gguf")
     outcome = done("quantize", source, *options, "-o", tmp_path / "q")
-    assert f"4 modules are {kind.lower()} and are rounded again to {fmt}" in outcome.err
+    assert f"4 modules are {kind.lower()} and rounded again to {fmt}" in outcome.err
     done("quantize", tmp_path / "d", *options, "-o", tmp_path / "e")
     ours, other = (read(tmp_path / name / "m.gguf") for name in ("q", "e"))
     made = {name for name, each in ours.items() if each.tensor_type.name == fmt.upper()}

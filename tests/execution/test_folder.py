@@ -98,6 +98,22 @@ def test_an_output_in_the_source_is_refused_through_a_link(source, tmp_path):
     assert quantize(tmp_path / "link", source / "out").json["error"]["code"] == "output-in-source"
 
 
+def test_a_link_that_is_planted_while_a_run_works_gets_nothing(source, tmp_path, monkeypatch):
+    out, theirs, real = tmp_path / "out", tmp_path / "theirs", OutputFolder.write_temp
+    theirs.mkdir()
+
+    def planted(folder, name, blocks):
+        done = folder.state / "done"
+        if done.is_dir() and not done.is_symlink():
+            shutil.rmtree(done)
+            done.symlink_to(theirs)
+        return real(folder, name, blocks)
+
+    monkeypatch.setattr(OutputFolder, "write_temp", planted)
+    assert quantize(source, out).code == 5
+    assert list(theirs.iterdir()) == []
+
+
 def test_an_empty_folder_is_taken(source, tmp_path):
     (tmp_path / "out").mkdir()
     assert quantize(source, tmp_path / "out").code == 0

@@ -24,6 +24,7 @@ from fp4convert.planning.decisions import (
     uneven_experts,
     uneven_groups,
 )
+from fp4convert.progress import are_text
 from fp4convert.recipes.options import RecipeOptions
 from fp4convert.recipes.recipe import ScaleGroup, Target, build_recipe, gather_groups
 from fp4convert.storage.open import open_source
@@ -358,7 +359,7 @@ def test_packed_integers_that_are_rounded_again_are_told_of(bits, modules, word,
     told = rounded_again(verdicts_on(folder, Target("nvfp4", CT)))
     assert len(told) == bool(word)
     if word:
-        assert told[0].startswith(f"{len(modules)} modules are {word} and are rounded again to nv")
+        assert told[0].startswith(f"{are_text(len(modules), 'module')} {word} and rounded again to")
 
 
 def test_groups_that_are_uneven_are_told_of(tmp_path):

@@ -105,18 +105,3 @@ def test_nothing_is_written_where_a_link_of_that_name_leads(tmp_path):
     disk.replace_file(tmp_path / "f", b"ours")
     assert not (tmp_path / "f").is_symlink()
     assert [(tmp_path / name).read_bytes() for name in ("f", "theirs")] == [b"ours", b"theirs"]
-
-
-def test_a_folder_that_became_a_link_gets_nothing(tmp_path):
-    """As one that somebody plants while a run works."""
-    (tmp_path / "ours").mkdir()
-    (tmp_path / "theirs").mkdir()
-    for folder, names in (("ours", ["f"]), ("link", [])):
-        (tmp_path / "temp").write_bytes(b"x")
-        if folder == "link":
-            (tmp_path / "link").symlink_to(tmp_path / "theirs")
-            with pytest.raises(OSError, match="link"):
-                disk.name_inside(tmp_path / "temp", tmp_path / folder / "f")
-        else:
-            disk.name_inside(tmp_path / "temp", tmp_path / folder / "f")
-        assert os.listdir(tmp_path / folder) == names

@@ -513,7 +513,9 @@ LAYOUTS = (
         {"config.json": CONFIG, "pytorch_model.bin": pickle.dumps(_Boom())},
     ),
     refused(
-        "gguf_only", "GGUF", {"config.json": CONFIG, "model.gguf": b"GGUF\x03\0\0\0" + bytes(64)}
+        "gguf_only",
+        "no tensors",
+        {"config.json": CONFIG, "model.gguf": b"GGUF\x03\0\0\0" + bytes(64)},
     ),
     refused("no_weights", "no safetensors", {"config.json": CONFIG}),
     Case("config_missing", "warned", "config.json", {"model.safetensors": SOUND}),
