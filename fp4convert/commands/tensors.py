@@ -346,7 +346,10 @@ def _check_shape(shape: tuple[int, ...], fmt: Format) -> tuple[int, int]:
     found, size = f"x has the shape {tuple(shape)}", fmt.block_size
     if len(shape) != 2 or 0 in shape:
         detail = f"{found}; expected a matrix, (rows, columns), that holds something"
-        raise InputError("tensor-shape", detail, "Of a stack give one matrix at a time.")
+        step = "Of a stack give one matrix at a time."
+        if len(shape) == 1:
+            step = "Of a vector give x[None], (1, columns)."
+        raise InputError("tensor-shape", detail, step)
     if shape[1] % size:
         detail = f"{found}; expected columns that are a multiple of {size}, for {fmt.name}"
         next_step = f"Pad its columns with zeros to a multiple of {size}."

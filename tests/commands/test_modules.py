@@ -47,3 +47,11 @@ def test_scales_lie_where_cutlass_reads_them():
         fp4convert.arrange_scales(q, "16x16")
     with pytest.raises(fp4convert.InputError):
         fp4convert.arrange_scales(x, "128x4")
+
+
+def test_a_vector_is_answered_with_what_makes_it_a_matrix():
+    x = np.zeros((4, 64), np.float32)
+    q = fp4convert.quantize_tensor(x, format="nvfp4")
+    with pytest.raises(fp4convert.InputError) as refused:
+        fp4convert.multiply_tensor(q, x[0])
+    assert refused.value.next_step == "Of a vector give x[None], (1, columns)."
