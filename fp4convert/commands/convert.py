@@ -54,7 +54,7 @@ def quantize(options: QuantizeOptions) -> Result:
     (options.warn or as_warnings)(lost)
     steps = work.next_steps()
     if settings.share:
-        steps = [shell_line("fp4convert", "merge", options.folder)]
+        steps = [shell_line("fp4convert", "merge", work.options.folder)]
     engine = work.verdicts[0].as_json() if work.verdicts else None
     return replace(result, warnings=[*work.warnings, *lost], next=steps, engine=engine)
 
@@ -127,6 +127,10 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     from fp4convert.conversion.work import prepare
 
     settings = options.settings(options.device, is_elsewhere=options.ray is not None)
+    if options.like is not None:
+        from fp4convert.conversion.recorded_options import options_like
+
+        options = options_like(options)
     if (options.fit, options.context) != (None, None):
         from fp4convert.conversion.memory_fit import fit_options
 

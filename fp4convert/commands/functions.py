@@ -93,6 +93,7 @@ def quantize(
     no_keep: bool = False,
     disk: float | None = None,
     report: Reference | None = None,
+    like: Reference | None = None,
 ) -> "Result":
     """Convert a checkpoint to NVFP4 or MXFP4: the command `quantize`.
 
@@ -151,6 +152,8 @@ def quantize(
     no_keep: With --push-to-hub: a shard leaves this disk as soon as it is uploaded.
     disk: With --no-keep: GB that the output folder has at most. Default: what is free.
     report: Write an HTML page that shows the quantization error of every layer.
+    like: Take the options that are not given here from an earlier artifact, or from its
+        quantization_config.json; statistics, adapters and scales of files are never taken.
     exclude: Keep these modules as they are. Glob, or re:REGEX.
     include: Quantize these modules too, although the recipe keeps them.
     recipe: A recipe that fp4convert recipes lists, or a TOML file of your own.
@@ -236,6 +239,7 @@ def preview_quantize(
     no_keep: bool = False,
     disk: float | None = None,
     report: Reference | None = None,
+    like: Reference | None = None,
 ) -> dict[str, Any]:
     """Plan what `quantize` would do, from headers alone.
 

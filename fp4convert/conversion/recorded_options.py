@@ -11,13 +11,14 @@ import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from fp4convert.checkpoint.artifact import read_json
 from fp4convert.checkpoint.record import OPTIONS, TRANSCODED
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, shell_line
 from fp4convert.execution.settings import Settings
 from fp4convert.numerics.formats import NVFP4
 from fp4convert.options.writing import QuantizeOptions
@@ -27,6 +28,7 @@ from fp4convert.recipes.options import Declared, declared_in
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, UNDIGESTED, recorded_hashes
 from fp4convert.storage.disk import SHA256_DIGITS, hash_file, hash_stream
+from fp4convert.storage.json_text import parse_json_object, read_text_file
 from fp4convert.storage.open import GGUF_FILE, REPOSITORY, Place, page_of, read_reference
 from fp4convert.storage.source import Access, Source, subfolder_of
 
@@ -115,6 +117,38 @@ def read_options(record: Mapping[str, Any]) -> dict[str, Any]:
             detail = f"{detail}, which this version of quantize does not write"
             raise InputError("not-reproducible", detail, "Install the version that made it.")
     return read
+
+
+def options_like(options: QuantizeOptions) -> QuantizeOptions:
+    """Return options with those of --like where none was given.
+
+    Raises  InputError where it holds no record of quantize's options
+    """
+    if options.like is None:
+        return options
+    path = Path(options.like)
+    path = path / RECORD if path.is_dir() else path
+    expected = f"expected an artifact of quantize, or its {RECORD}"
+    try:
+        record = parse_json_object(read_text_file(path).encode(), str(path))
+    except (OSError, ValueError, InputError) as error:
+        raise InputError("no-record", f"--like {options.like}: {error}; {expected}") from None
+    if not isinstance(record.get(OPTIONS), dict):
+        detail = f"--like {options.like}: it does not record options; {expected}"
+        raise InputError("no-record", detail)
+    declared = _declared()
+    taken: dict[str, Any] = {}
+    for name, value in read_options(record).items():
+        one = declared[name]
+        is_given = getattr(options, name) not in (one.default, ())
+        is_file = name in FILES and not (name == "recipe" and isinstance(value, str))
+        if not (is_given or is_file or name in WHERE):
+            taken[name] = tuple(value) if isinstance(value, list) else value
+    words = [
+        each for name, value in taken.items() for each in (f"--{name.replace('_', '-')}", value)
+    ]
+    options.tell(f"as {options.like}: {shell_line(*words)}")
+    return replace(options, like=None, **taken)
 
 
 def as_page(value: Any, revision: str | None = None) -> Any:

@@ -28,6 +28,7 @@ from fp4convert.recipes.options import (
     HUB,
     MACHINES,
     MODULES,
+    OUTPUT,
     QUALITY,
     TARGET,
     Option,
@@ -304,10 +305,22 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         ),
     ] = None
     report: Page = None
+    like: Annotated[
+        Reference | None,
+        Option(
+            "Take the options that are not given here from an earlier artifact, or from its"
+            " quantization_config.json; statistics, adapters and scales of files are never taken.",
+            panel=OUTPUT,
+            is_rare=True,
+            value="<path>",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.lora = one_adapter(self.lora)
+        if self.like is not None:  # conversion/recorded_options.py makes options without it
+            return
         if self.method is None and not self.has_text:
             is_protected = self.lora and self.dialect not in ALWAYS_FOUR
             self.method = METHODS[1] if is_protected else METHODS[0]
@@ -372,7 +385,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         others = {field.name for kind in (DeviceOptions, PartOptions) for field in fields(kind)}
         others |= {"source", "output", "engine", "ray", "push_to_hub", "private", "report"}
         others |= {"no_keep", "disk", "text", "dataset", "self_generate", "min_sqnr", "max_nmse"}
-        others |= {"fit", "context"}
+        others |= {"fit", "context", "like"}
         names = [each.name for each in declared_in(QuantizeOptions)]
         values = {name: getattr(self, name) for name in names if name not in others - {"subfolder"}}
         return {
