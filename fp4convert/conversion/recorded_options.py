@@ -141,12 +141,13 @@ def options_like(options: QuantizeOptions) -> QuantizeOptions:
     for name, value in read_options(record).items():
         one = declared[name]
         is_given = getattr(options, name) not in (one.default, ())
-        is_file = name in FILES and not (name == "recipe" and isinstance(value, str))
+        is_file = isinstance(value, dict) or (name in FILES and isinstance(value, list))
         if not (is_given or is_file or name in WHERE):
             taken[name] = tuple(value) if isinstance(value, list) else value
-    words = [
-        each for name, value in taken.items() for each in (f"--{name.replace('_', '-')}", value)
-    ]
+    words: list[object] = []
+    for name, value in taken.items():
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [f"--{name.replace('_', '-')}", *([] if each is True else [each])]
     options.tell(f"as {options.like}: {shell_line(*words)}")
     return replace(options, like=None, **taken)
 
