@@ -171,7 +171,7 @@ class AccessOptions:
     follow_links: Annotated[
         bool,
         Option(
-            "The folders are yours: links in them may lead out of them.", panel=TARGET, is_rare=True
+            "The folders are yours: links in them may lead out of them.", panel=HUB, is_rare=True
         ),
     ] = False
     tell: Callable[[str], None] = ignore

@@ -9,7 +9,7 @@ from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.engines.files import ENGINES
 from fp4convert.errors import InputError, did_you_mean, shell_line
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.recipes.options import OUTPUT, QUALITY, TARGET, Option, Reference, one_of
+from fp4convert.recipes.options import MODULES, OUTPUT, QUALITY, TARGET, Option, Reference, one_of
 
 if TYPE_CHECKING:  # what commands load when they run
     from fp4convert.checkpoint.adapters.peft import Adapter
@@ -46,7 +46,7 @@ KeptDtype = Annotated[
         " stay as they are. q8_0 is for --dialect gguf, and kept matrices of 16 bits become it,"
         " too.",
         KEPT_DTYPES,
-        panel=TARGET,
+        panel=MODULES,
         synonyms={name: word for name, word in WORDS_OF_DTYPES.items() if word in DTYPES[:-1]},
         is_rare=True,
     ),

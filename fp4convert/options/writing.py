@@ -153,7 +153,9 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     ] = None
     keep_packed: Annotated[
         bool,
-        Option("Do not expand kept FP8, int4 and FP4 modules to bf16.", panel=TARGET, is_rare=True),
+        Option(
+            "Do not expand kept FP8, int4 and FP4 modules to bf16.", panel=MODULES, is_rare=True
+        ),
     ] = False
     keep_dtype: KeptDtype = None
     draft: Annotated[
