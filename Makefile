@@ -77,11 +77,10 @@ golden: $(VENV)/test.stamp bench-peers
 
 # Fills the tables of docs/*.md that are made of the code itself, or taken from benchmarks/results;
 # and the index of recipes, fp4convert/recipes/families.toml; the functions that Python calls,
-# fp4convert/commands/functions.py; the gallery of families; the examples' output in README.md and docs.
+# fp4convert/commands/functions.py; the examples' output in README.md and docs.
 docs: $(VENV)/test.stamp
 	$(BIN)/python docs/functions.py --write
 	$(BIN)/python docs/tables.py --write
-	$(BIN)/python docs/gallery.py --write
 	$(BIN)/python docs/sessions.py --write
 
 # vLLM's and SGLang's own code judges artifacts of many families, on a CPU; writes tests/engines/judges/results and takes tables of docs from
@@ -128,8 +127,10 @@ architectures: $(VENV)/test.stamp .venv-architectures/architectures.stamp
 	: > $$(.venv-architectures/bin/python -c "import site; print(site.getsitepackages()[0])")/torchvision/_meta_registrations.py
 	touch $@
 
-# Builds docs/ as a site in build/site, in an environment of its own; fails where a link leads nowhere.
-site: .venv-site/site.stamp
+# Builds docs/ as a site in build/site, in an environment of its own, with the pages that are made of the code alone (options, errors,
+# findings, engines, modules, gallery); fails where a link leads nowhere.
+site: .venv-site/site.stamp $(VENV)/test.stamp
+	$(BIN)/python -W ignore docs/reference.py build/reference
 	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict --quiet
 	@echo "See: build/site/index.html"
 
@@ -182,7 +183,7 @@ clean:
 	rm -rf $(VENV) .venv-peers .venv-autoround .venv-site .venv-space .venv-engines .venv-architectures build MiniLM-NVFP4
 
 $(VENV)/bin/python:
-	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'fp4convert needs Python 3.11 or newer: make PYTHON=python3.11')"
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'fp4convert needs Python 3.11 or newer: make PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/demo.stamp: $(VENV)/bin/python demo-requirements.txt $(SOURCES)
@@ -192,5 +193,6 @@ $(VENV)/demo.stamp: $(VENV)/bin/python demo-requirements.txt $(SOURCES)
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp
+	@echo "Installing what the tests need: torch, transformers and others, 3.3 GB and more, some minutes."
 	$(PIP_INSTALL) --editable ".[test]"
 	touch $@

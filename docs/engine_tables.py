@@ -8,6 +8,7 @@ from pathlib import PurePath
 
 from fp4convert.engines.files import Engine, Preset, known_engines
 from fp4convert.engines.rows import Condition, Row
+from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.engine_facts import load_code
 
 # Words for what a row says an engine does, but for loading as it should, which has its own table.
@@ -67,7 +68,8 @@ def usual_preset(engine: Engine) -> Preset:
 def loading(engine: Engine, usual: Preset) -> str:
     """Return the line that loads the usual command's result; "" for unknown."""
     place = PurePath(usual.source.split()[0])
-    folder = f"./{place.stem}-{usual.format.upper()}"
+    made = {"format": usual.format, "dialect": usual.dialect, "activations": usual.activations}
+    folder = f"./{QuantizeOptions(place.stem, **made).folder}"
     if engine.code:
         return load_code(engine, {"architectures": ["LlamaForCausalLM"]}, folder)[-1]
     names = {"output": folder, "file": f"{folder}/{place.name}", "name": PurePath(folder).name}

@@ -1,10 +1,7 @@
-"""Make docs/gallery.md: each family's commands and plan, by asking for the plans: `make docs`.
+"""Make the site's gallery: each family's commands and plan, by asking for the plans: `make site`.
 
 A command stands there where its plan can be made; plans are of tiny checkpoints with the family's
 true names (tests/support/families.py), sizes of the shapes of published models.
-
-python docs/gallery.py            # exits 1 where the page differs
-python docs/gallery.py --write    # replaces it
 """
 
 from __future__ import annotations
@@ -20,10 +17,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "docs"), str(ROOT / "tests" / "support")]
+from engine_tables import table  # noqa: E402
 from families import FAMILIES  # noqa: E402
 from family import Family, build  # noqa: E402
 from fp4_sources import MAKERS  # noqa: E402
-from tables import table, write_stale  # noqa: E402
 from tiny_models import offline, read_json  # noqa: E402
 from true_shapes import (  # noqa: E402
     LLAMA_8B,
@@ -44,12 +41,11 @@ from fp4convert.recipes.toml_files import FAMILIES as INDEX  # noqa: E402
 from fp4convert.recipes.toml_files import known_file  # noqa: E402
 
 NO_ENGINE = "No engine is known to load it in four bits; the plan is that of `--format mxfp4`."
-PAGE = ROOT / "docs" / "gallery.md"
 HEAD = """# Recipes gallery
 
 One section for each model family that the tests convert: the command for each engine, what it
-quantizes and what it keeps. Made by `make docs` from `configs/` and from the plans of tiny
-checkpoints with each family's true names; the tests make every plan again.
+quantizes and what it keeps. Made by `make site` from `configs/` and from the plans of tiny
+checkpoints with each family's true names.
 
 - A command stands here when its plan can be made, and `configs/engines` says that the engine loads
   what it writes. Whether your version of the engine has the model is the engine's matter; how far
@@ -210,11 +206,6 @@ def newest() -> str:
     return "\n".join([*lines, *table(("recipe", "which is", "model types"), rows), ""])
 
 
-def main(arguments: list[str]) -> int:
-    """Make the section of every family again."""
-    text = "\n".join([HEAD, *[section(family) for family in SHOWN], newest()])
-    return write_stale({PAGE: text}, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def text() -> str:
+    """Return the page."""
+    return "\n".join([HEAD, *map(section, SHOWN), newest()])

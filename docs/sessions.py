@@ -1,7 +1,8 @@
 """Run the example sessions of README.md and docs/*.md again: `make docs`.
 
 A session is the `$` lines of a page's console blocks that use the real weights of `make demo`, with
-what they print.  Commands of one page run in one folder, in their order.
+what they print.  Commands of one page run in one folder, in their order, beside a copy of the
+weights, MiniLM.
 
 python docs/sessions.py            # prints the pages that differ, exits 1 where one does
 python docs/sessions.py --write    # replaces what is printed
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,8 +38,9 @@ def printed(command: str, folder: Path) -> str:
 
     Raises  CalledProcessError where it fails
     """
+    if not (folder / "MiniLM").exists():
+        shutil.copytree(SOURCE, folder / "MiniLM")
     environment = os.environ | {
-        "MINILM": str(SOURCE),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -49,8 +52,7 @@ def printed(command: str, folder: Path) -> str:
         text=True,
         check=True,
     )
-    shown = done.stdout.replace(str(SOURCE), '"$MINILM"')
-    return re.sub(r" +$", "", shown, flags=re.MULTILINE)
+    return re.sub(r" +$", "", done.stdout, flags=re.MULTILINE)
 
 
 def comparable(text: str) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "build" / "reference"  # what docs/reference.py wrote
 PAGES = {  # file of the repository -> page of the site
     "CONTRIBUTING.md": "contributing.md",
     **{
@@ -29,6 +30,8 @@ def on_files(files: Files, config: Any) -> Files:
             text = re.sub(r"\]\(docs/", "](", text)
             text = re.sub(r"\[([^\]]+)\]\(tests/[^)]*\)", r"`\1`", text)
         files.append(File.generated(config, page, content=text))
+    for made in sorted(REFERENCE.glob("*.md")):
+        files.append(File.generated(config, made.name, content=made.read_text(encoding="utf-8")))
     return files
 
 

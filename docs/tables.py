@@ -2,8 +2,9 @@
 
 Such a part stands between `<!-- made: NAME -->` and `<!-- end -->`; the function of that name
 writes it.  After `<!-- measured: FILE, HEADING -->` stand the tables below that heading of
-benchmarks/results/FILE, and where they were measured.  After `<!-- figure: FILE, HEADING, ROW,
-COLUMN -->` stands one figure of such a table; ROW is how its first cells begin, `A + B` of two.
+benchmarks/results/FILE, and where they were measured.  A line that ends with `<!-- N is FILE,
+HEADING, ROW, COLUMN -->` holds the figure N of such a table; ROW is how its first cells begin,
+`A + B` of two.
 The index of recipes is made here, too.
 
 python docs/tables.py            # prints the files that differ, exits 1 where one does
@@ -12,29 +13,22 @@ python docs/tables.py --write    # replaces them
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 from carried_tables import carried
-from engine_tables import chosen, engines, failures, serve, table
-from judge_tables import classes, judged, whole_engine
+from engine_tables import chosen, serve, table
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.checkpoint.dialects.target_forms import module_form
 from fp4convert.cli.draw_quality import draw_block
 from fp4convert.conversion.artifact_job import ENGINE_RECORDS
-from fp4convert.engines.files import known_engines
-from fp4convert.errors import read_catalogue
 from fp4convert.numerics.formats import FORMATS, FP4_FORMATS, NVFP4, Format
 from fp4convert.numerics.scale_layouts import LAYOUTS, Layout
-from fp4convert.recipes.options import help_with_words, is_required
 from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.toml_files import FAMILIES, known_file, known_names
 from fp4convert.storage.checkpoint_files import CARD, ORIGINAL, OTHER_WEIGHTS, SIGNATURE, WEIGHTS
@@ -45,11 +39,8 @@ MADE = re.compile(r"(?<=<!-- made: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.D
 MEASURED = re.compile(
     r"(?<=<!-- measured: )([\w.-]+), ([^\n]+?)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL
 )
-FIGURE = re.compile(r"(?<=<!-- figure: )([^\n]+?) -->(.*?)(?=<!-- end -->)")
+FIGURE = re.compile(r"<!-- (\S+) is ([\w.-]+\.md, [^\n]+?) -->")
 RESULTS = DOCS.parent / "benchmarks" / "results"
-PACKAGE = DOCS.parent / "fp4convert"
-FLOORS = DOCS.parent / "tests" / "repository" / "test_architecture.py"  # has the table of floors
-NAME_WIDTH = 28  # of a module in the tree
 ROWS, COLUMNS = 256, 128  # of the matrix that dialects are shown with
 TILE = (256, 8)  # of scale bytes that layouts are shown with
 SHOWN_ROWS, SHOWN_BLOCKS = (0, 1, 2, 7, 8, 31, 32, 33, 127, 128), (0, 1, 2, 3, 4, 7)
@@ -176,117 +167,6 @@ def layouts() -> Iterator[str]:
         yield ""
 
 
-def tree() -> Iterator[str]:
-    """Draw every package and module, floor by floor from the top.
-
-    Beside each stands the first line of its docstring.
-    """
-    yield "```"
-    yield leaf(PACKAGE, 0)
-    for number, names in reversed(list(enumerate(floors(), 1))):
-        yield f"\nfloor {number}"
-        for name in sorted(names):
-            folder = PACKAGE / name
-            yield from branch(folder, 1) if folder.is_dir() else [leaf(PACKAGE / f"{name}.py", 1)]
-    yield "```"
-
-
-def floors() -> list[set[str]]:
-    """Read the packages and modules of every floor, from the ground.
-
-    The test that holds imports to them has the table.
-    """
-    nodes = ast.parse(FLOORS.read_text(encoding="utf-8")).body
-    (table,) = (
-        node.value
-        for node in nodes
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS"
-    )
-    return list(ast.literal_eval(table))
-
-
-def branch(folder: Path, depth: int) -> Iterator[str]:
-    """Draw a package: modules, tables, packages and the page in it."""
-    yield leaf(folder, depth)
-    yield from (
-        leaf(file, depth + 1) for file in sorted(folder.glob("*.py")) if file.stem != "__init__"
-    )
-    yield from (leaf(file, depth + 1) for file in sorted(folder.glob("*.toml")))
-    yield from (
-        line
-        for inner in sorted(folder.glob("*/__init__.py"))
-        for line in branch(inner.parent, depth + 1)
-    )
-    if (page := folder / "page").is_dir():
-        held = ", ".join(sorted(file.name for file in page.iterdir()))
-        yield f"{'  ' * (depth + 1) + 'page/':<{NAME_WIDTH}}{held}"
-
-
-def leaf(path: Path, depth: int) -> str:
-    """Name a module, package or table, with the first line that it has."""
-    file, name = (path / "__init__.py", f"{path.name}/") if path.is_dir() else (path, path.name)
-    text = file.read_text(encoding="utf-8")
-    words = (
-        text.removeprefix("# ") if path.suffix == ".toml" else ast.get_docstring(ast.parse(text))
-    )
-    return f"{'  ' * depth + name:<{NAME_WIDTH}}{(words or '').partition(chr(10))[0]}"
-
-
-def options() -> Iterator[str]:
-    """Every command with its help and its options, as they are declared."""
-    from fp4convert.cli.commands import COMMANDS
-
-    for name, command in COMMANDS.items():
-        yield f"### {name}"
-        yield ""
-        text = inspect.cleandoc(command.options.__doc__ or "")
-        yield text.partition("\n\n")[0].replace("\n", " ")
-        rows: list[tuple[object, ...]] = []
-        for each in command.declared():
-            flags = each.option.flags or (f"--{each.name.replace('_', '-')}",)
-            spelled = each.name.upper() if each.option.is_argument else ", ".join(flags)
-            default = "required" if is_required(each) else each.default
-            told = "" if default in (None, False, ()) else default
-            hidden = " (Python only)" if each.name in command.hidden else ""
-            row = (f"`{spelled}`{hidden}", told, help_with_words(each.option).replace("|", "\\|"))
-            rows.append(row)
-        yield ""
-        yield from table(("option", "default", "meaning"), rows)
-        yield ""
-
-
-def errors() -> Iterator[str]:
-    """List every error, what it means and what to do."""
-    headings = ("code", "exit", "what it means", "where it comes from", "what to do")
-    yield from topics("errors", headings, "exits")
-
-
-def findings() -> Iterator[str]:
-    """List every finding, what it means and what to do."""
-    headings = ("code", "level", "what it means", "seen", "what to do")
-    yield from topics("findings", headings, "levels")
-
-
-def topics(kind: str, headings: tuple[str, ...], listed: str) -> Iterator[str]:
-    """Write a table for each topic of the catalogue; the key `listed` has a list."""
-    for topic in read_catalogue()[kind]:
-        rows: list[tuple[object, ...]] = []
-        for code, row in topic["codes"].items():
-            others = [text for key, text in row.items() if key != listed]
-            rows.append((f"`{code}`", ", ".join(map(str, row[listed])), *others))
-        yield f"\n## {topic['heading']}\n"
-        yield from table(headings, rows)
-    yield ""
-
-
-def chained() -> Iterator[str]:
-    """List the models that are run a layer at a time in tests."""
-    sys.path.append(str(DOCS.parent / "tests" / "support"))
-    from chained_families import CHAINED
-
-    yield ", ".join(f"`{name}`" for name in sorted({family.model for family in CHAINED})) + "."
-
-
 def left_behind() -> Iterator[str]:
     """List the files of a source that no result has."""
 
@@ -304,23 +184,9 @@ def left_behind() -> Iterator[str]:
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     part.__name__: part
     for part in (
-        *(blocks, formats, codes, scales, dialects, carried, layouts, options, tree),
-        left_behind,
-        *(
-            errors,
-            findings,
-            engines,
-            serve,
-            chosen,
-            judged,
-            classes,
-            whole_engine,
-            gpu_bars,
-            chained,
-        ),
+        *(blocks, formats, codes, scales, dialects, carried, layouts),
+        *(left_behind, serve, chosen, gpu_bars),
     )
-} | {
-    f"traps-{engine.key.replace('.', '')}": partial(failures, engine) for engine in known_engines()
 }
 
 
@@ -371,8 +237,26 @@ def filled(text: str) -> str:
         lines = measured((RESULTS / found[1]).read_text(encoding="utf-8"), found[2])
         return "".join((found[1], ", ", found[2], found[3], *(f"{line}\n" for line in lines)))
 
-    text = FIGURE.sub(lambda found: f"{found[1]} -->{figure(found[1])}", text)
+    text = "\n".join(map(renewed, text.split("\n")))
     return MEASURED.sub(taken, MADE.sub(made, text))
+
+
+def renewed(line: str) -> str:
+    """Return a line with the figures that the markers at its end name.
+
+    Raises  ValueError where the line does not hold the figure of a marker
+    """
+    for old, place in FIGURE.findall(line):
+        words, new = line.partition("<!--")[0], figure(place)
+        pattern = rf"(?<![\w.,]){re.escape(old)}(?![\w]|[.,]\d)"
+        changed, count = re.subn(pattern, lambda _, new=new: new, words, count=1)
+        if not count:
+            raise ValueError(f"{words}: expected {old} of {place}")
+        markers = line[len(words) :].replace(
+            f"<!-- {old} is {place} -->", f"<!-- {new} is {place} -->"
+        )
+        line = changed + markers
+    return line
 
 
 def families() -> str:

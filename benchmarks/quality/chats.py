@@ -5,7 +5,7 @@ python benchmarks/quality/chats.py [FOLDER]
 Trains the small language model of the fidelity page on conversations of its own chat template: a
 docstring of Python's standard library asks, the function's source answers. Then rounds it by GPTQ
 (NVFP4, full Gram matrices) with three calibrations, and evaluates each on
-conversations that neither training nor calibration saw. Prints the table of docs/calibration.md.
+conversations that neither training nor calibration saw. Prints the table of docs/better.md.
 """
 
 from __future__ import annotations

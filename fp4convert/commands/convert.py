@@ -293,7 +293,7 @@ def merge(options: MergeOptions) -> dict[str, Any]:
     """Finish a conversion whose parts are done: the command `merge`.
 
     Every shard is checked, scale groups are compared, the records are written.  Shards that no
-    seal proves untouched are read again (docs/resume.md).
+    seal proves untouched are read again (docs/machines.md).
     Returns  what `merge --json` prints
     Raises   InputError where it holds no plan; OutputError where a shard is missing or damaged
     """

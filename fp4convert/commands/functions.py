@@ -712,7 +712,7 @@ def merge(
     """Finish a conversion whose parts are done: the command `merge`.
 
     Every shard is checked, scale groups are compared, the records are written.  Shards that no
-    seal proves untouched are read again (docs/resume.md).
+    seal proves untouched are read again (docs/machines.md).
     Returns  what `merge --json` prints
     Raises   InputError where it holds no plan; OutputError where a shard is missing or damaged
 
@@ -749,7 +749,7 @@ def analyze(
     The command `analyze`.
 
     Writes nothing.
-    Returns  what `analyze --json` prints; docs/analysis.md has every key
+    Returns  what `analyze --json` prints; docs/methods.md has every key
     Raises   Fp4Error: InputError for a source, a sample or a recipe that cannot be; SourceError
              and AccessError from the Hub
 

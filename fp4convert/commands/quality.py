@@ -157,7 +157,7 @@ def analyze(options: AnalyzeOptions) -> dict[str, Any]:
     The command `analyze`.
 
     Writes nothing.
-    Returns  what `analyze --json` prints; docs/analysis.md has every key
+    Returns  what `analyze --json` prints; docs/methods.md has every key
     Raises   Fp4Error: InputError for a source, a sample or a recipe that cannot be; SourceError
              and AccessError from the Hub
     """

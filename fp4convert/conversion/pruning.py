@@ -109,7 +109,7 @@ def prepare_prune(
         first, family = seen[0].name, checkpoint.config.get("model_type")
         detail = f"{calibration.path} has no expert_saliency of {first}, nor of any other layer"
         unseen = f"fp4convert calibrate cannot observe the experts of {family} models"
-        next_step = "docs/pruning.md lists models that it can, and what your own file must hold."
+        next_step = "docs/special.md lists models that it can, and what your own file must hold."
         raise InputError("calibration-missing", f"{detail}: {unseen}", next_step, first)
     for mixture in seen:
         check_mixture(mixture, rule, routing.experts)

@@ -112,7 +112,7 @@ class PruneOptions(PartOptions):
 class MergeOptions:
     """Finish a conversion whose parts are done.
 
-    Checks every shard (reading what no seal proves unchanged: docs/resume.md), compares scale
+    Checks every shard (reading what no seal proves unchanged: docs/machines.md), compares scale
     groups, and writes the index and the records.
 
     Example: fp4convert merge ./Llama-3.1-8B-NVFP4

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
 MISTRALS = "consolidated"  # how the names begin of files in Mistral's form
-LOST_BY_RTN = "9 dB"  # of an adapter on average, as docs/adapters.md measures it
+LOST_BY_RTN = "9 dB"  # of an adapter on average, as docs/special.md measures it
 NO_CONFIG = (
     "the source has no config.json, or an empty one; the one written holds only the quantization"
     " record"
@@ -222,13 +222,13 @@ def notes_on_adapter(
     if calibration and ADAPTER not in calibration.notes:
         yield (
             f"{calibration.path} was made without the adapter, whose inputs are others: calibrate"
-            " with --lora, and less is lost (docs/adapters.md)"
+            " with --lora, and less is lost (docs/special.md)"
         )
     # Beside low-rank corrections there is no other method.
     if target.method == "rtn" and target.dialect not in ALWAYS_FOUR:
         yield (
             f"--method rtn leaves about {LOST_BY_RTN} less of an adapter than the default does, as"
-            " measured (docs/adapters.md)"
+            " measured (docs/special.md)"
         )
 
 

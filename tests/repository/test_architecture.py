@@ -1,7 +1,7 @@
 """The house stands: packages on their floors, no circle, heavy packages at home, nothing grown too
 large.
 
-FLOORS is the only table of floors: docs/tables.py reads it for docs/architecture.md.
+FLOORS is the only table of floors: docs/reference.py reads it for the site.
 """
 
 import ast
@@ -99,7 +99,7 @@ NO_VERBS = frozenset(
     ]
 )
 MOST_FACE_LINES = 50  # of an __init__.py; the package's own has the table of public names
-# Of a docstring's first line; docs/architecture.md shows those of modules.
+# Of a docstring's first line; the site shows those of modules.
 MOST_WORDS_COLUMNS = 72
 MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 600, 60, 5  # past 400 lines: look at it
 MADE = "commands.functions"  # of the declared options, by docs/functions.py: as long as they are
@@ -214,7 +214,7 @@ def test_nothing_grows_too_large():
 
 
 def test_every_module_says_in_one_line_what_it_does():
-    """After a change on purpose: make docs, which puts the line into docs/architecture.md."""
+    """The site draws the tree with these lines."""
     lines = {
         name: (ast.get_docstring(tree) or "").partition("\n")[0] for name, tree in modules().items()
     }

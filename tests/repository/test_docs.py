@@ -1,4 +1,6 @@
-"""The tables in docs/*.md are those that the code makes; links between pages lead somewhere."""
+"""The tables in docs/*.md are those that the code makes, the pages of the site alone can be made;
+links between pages lead somewhere.
+"""
 
 import re
 import sys
@@ -10,6 +12,7 @@ from paths import ROOT
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
 import functions  # noqa: E402
+import reference  # noqa: E402
 from tables import MADE, PAGES, PARTS, families, figure, filled, measured, offsets  # noqa: E402
 
 from fp4convert.numerics.scale_layouts import LAYOUTS  # noqa: E402
@@ -21,8 +24,8 @@ def test_tables_are_up_to_date(page: Path) -> None:
     """After a change on purpose: make docs."""
     text = page.read_text(encoding="utf-8")
     assert filled(text) == text
-    # There Markdown takes the rest of the paragraph for HTML.
-    assert not re.search(r"^ *<!-- figure", text, re.MULTILINE)
+    # A figure's marker stands at the end of its line: nobody reads it within a sentence.
+    assert not re.search(r"<!-- [^\n]* is [\w.-]+\.md, [^\n]*-->[^\n<]*\w", text)
 
 
 def test_functions_of_python_are_those_that_options_declare() -> None:
@@ -36,8 +39,8 @@ def test_the_index_of_recipes_names_what_they_name() -> None:
 
 
 def test_tables_of_options_have_what_help_has() -> None:
-    text = (DOCS / "options.md").read_text(encoding="utf-8")
-    sections = dict(part.split("\n", 1) for part in text.split("\n### ")[1:])
+    text = "\n".join(reference.options())
+    sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
     for page in sorted((ROOT / "tests" / "golden" / "help").glob("*.txt")):
         if page.stem in sections:
             rows = re.findall(r"^  (?:-\w, )?(--[a-z0-9-]+)", page.read_text("utf-8"), re.MULTILINE)
@@ -108,9 +111,12 @@ def test_a_figure_is_that_of_its_row_and_column(tmp_path, monkeypatch) -> None:
     assert figure("a.md, Whole, warm, s") == "2.96"
     assert figure("a.md, Whole, warm + mse, s") == "1,234.5"
     assert figure("a.md, Whole, cold + mse, s") == "61.2"
-    assert filled("<!-- figure: a.md, Whole, cold, s -->9<!-- end --> s") == (
-        "<!-- figure: a.md, Whole, cold, s -->61.2<!-- end --> s"
+    marker = "<!-- {} is a.md, Whole, cold, s -->"
+    assert filled(f"In 9 s, 39 times. {marker.format(9)}") == (
+        f"In 61.2 s, 39 times. {marker.format(61.2)}"
     )
+    with pytest.raises(ValueError, match="expected 9 of"):
+        filled(f"In 39 s, or 9.5. {marker.format(9)}")
     for nowhere in ("a.md, Part, warm, s", "a.md, Whole, hot, s"):
         with pytest.raises(KeyError):
             figure(nowhere)
@@ -119,14 +125,14 @@ def test_a_figure_is_that_of_its_row_and_column(tmp_path, monkeypatch) -> None:
 
 
 def test_a_page_with_another_figure_than_the_results_is_found() -> None:
-    page = (DOCS / "performance.md").read_text(encoding="utf-8")
-    changed = page.replace("| 1 GB | mse |", "| 7777 GB | mse |")
+    page = (DOCS / "gpu.md").read_text(encoding="utf-8")
+    changed = page.replace("| warm | amax |", "| lukewarm | amax |")
     assert changed != page == filled(changed)
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(text: str) -> set[str]:
     """The anchors of a page's headings, as GitHub and the site make them."""
-    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
     headings = re.findall(r"^#+ (.+)", prose, re.MULTILINE)
     plain = (re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings)
     return {heading.replace(" ", "-") for heading in plain}
@@ -143,7 +149,18 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
     for file, heading in links:
         target = page.parent / file if file else page
         assert target.exists(), file
-        assert not heading or heading in anchors(target), f"{file}#{heading}"
+        assert not heading or heading in anchors(target.read_text("utf-8")), f"{file}#{heading}"
+
+
+@pytest.mark.parametrize("name", [name for name in reference.PAGES if name != "gallery.md"])
+def test_pages_of_the_site_alone_are_made_and_link_to_pages(name: str) -> None:
+    text = "\n".join(reference.PAGES[name]())
+    assert text.startswith("# ")
+    for file, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", text):
+        assert (
+            heading is None or not heading or heading in anchors((DOCS / file).read_text("utf-8"))
+        )
+        assert (DOCS / file).exists() or file in reference.PAGES
 
 
 def test_the_places_of_128x4_are_those_of_its_formula() -> None:

@@ -14,7 +14,7 @@ from simulation.scheduler import GreenThread
 if TYPE_CHECKING:
     from simulation.world import World
 
-LEASE_SECONDS = 60.0  # as docs/resume.md says it
+LEASE_SECONDS = 60.0  # as docs/machines.md says it
 BEAT_SECONDS = 15.0  # between two signs of life
 SLACK_SECONDS = 7.0  # until a thread that is awake gets its turn
 FIRST_FD = 1 << 20  # of files of simulated processes: no real one is as large

@@ -171,7 +171,7 @@ def test_a_byte_now_and_then_ends_the_command_with_exit_3(
 
 def test_the_patience_is_what_the_docs_say():
     """16 kB in a minute, six tries; a list of files three minutes each."""
-    text = (ROOT / "docs" / "hub.md").read_text()
+    text = (ROOT / "docs" / "publish.md").read_text()
     patience = Patience()
     least = f"{patience.least_nbytes >> 10} KiB in {patience.least_seconds:.0f} seconds"
     assert least in text
