@@ -69,7 +69,7 @@ coding = GgufConfig(dequantize=True)
 model = AutoModelForCausalLM.from_pretrained(
     file.parent, **words, dtype=torch.bfloat16, quantization_config=coding
 )
-del model.config.quantization_config
+vars(model.config).pop("quantization_config", None)
 model.hf_quantizer = None
 model.save_pretrained(sys.argv[2])
 AutoTokenizer.from_pretrained(file.parent, **words).save_pretrained(sys.argv[2])
