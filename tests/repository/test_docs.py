@@ -152,6 +152,17 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert not heading or heading in anchors(target.read_text("utf-8")), f"{file}#{heading}"
 
 
+def test_pages_that_the_program_names_exist() -> None:
+    parts = ("fp4convert", "configs", "deploy", "benchmarks")
+    files = [file for part in parts for file in (ROOT / part).rglob("*.*") if file.is_file()]
+    texts = (file.read_text("utf-8", "ignore") for file in files if file.suffix in (".py", ".toml"))
+    named = {name for text in texts for name in re.findall(r"(?<![\w/])docs/[\w-]+\.md", text)}
+    assert "docs/recipes.md" in named
+    assert {
+        name for name in named - {"docs/a.md", "docs/gguf.md"} if not (ROOT / name).exists()
+    } == set()
+
+
 @pytest.mark.parametrize("name", [name for name in reference.PAGES if name != "gallery.md"])
 def test_pages_of_the_site_alone_are_made_and_link_to_pages(name: str) -> None:
     text = "\n".join(reference.PAGES[name]())
