@@ -13,7 +13,6 @@ from gguf_donors import model, write_donor
 
 from fp4convert.errors import install_line
 from fp4convert.numerics.backends import gpus
-from fp4convert.report import html
 
 ASKING = {  # package that is absent -> extra, code of the error, what needs it
     "torch": ("calibrate", "no-torch", ("calibrate", "{source}", "--text", "{source}/config.json")),
@@ -38,11 +37,6 @@ ASKING = {  # package that is absent -> extra, code of the error, what needs it
         "no-device",
         ("quantize", "{source}", "--format", "nvfp4", "--device", "cuda"),
     ),
-    "plotly": (
-        "report",
-        "no-plotly",
-        ("quantize", "{absent}", "--format", "nvfp4", "--report", "{page}"),
-    ),
 }
 
 
@@ -53,12 +47,9 @@ def test_what_needs_an_extra_says_which_before_any_work(package, asked, tmp_path
         "source": write_llama(tmp_path / "source"),
         "gguf": write_donor(tmp_path / "m.gguf", model()),
         "absent": tmp_path / "absent",  # whoever looks for it is too late
-        "page": tmp_path / "page.html",
     }
     monkeypatch.setitem(sys.modules, package.partition(" ")[0], None)
     monkeypatch.setattr(gpus, "ask_driver", lambda: ((12, 9), 1, ""))
-    if package == "plotly":
-        monkeypatch.setattr(html, "PLOTLY", "absent.js")  # a build that ships none
     before = sorted(tmp_path.rglob("*"))
     told = run(*[word.format(**places) for word in words], "-o", tmp_path / "out", "--json")
     error = told.json["error"]

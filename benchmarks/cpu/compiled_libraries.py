@@ -63,7 +63,6 @@ def built_by_the_other(library: Path) -> Path:
     compiler, libraries = _compiler(name, build)
     variables = {"C_COMPILER": compiler, "C_STANDARD_LIBRARIES": libraries, "BUILD_TYPE": "Release"}
     options = [f"-DCMAKE_{key}={value}" for key, value in variables.items()]
-    options.append(f"-DPython_EXECUTABLE={sys.executable}")  # which has plotly
     for words in (["-S", ROOT, "-B", build, *options], ["--build", build]):
         done = subprocess.run(
             [sys.executable, "-m", "cmake", *words], capture_output=True, text=True, check=False

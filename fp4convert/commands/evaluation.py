@@ -19,7 +19,7 @@ from fp4convert.options.arguments import as_path, one_adapter
 from fp4convert.options.measuring import CompareOptions, EvaluateOptions
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
-from fp4convert.storage.checkpoint_files import CARD, RECORD
+from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.source import Source, name_of
 
 if TYPE_CHECKING:
@@ -60,9 +60,7 @@ def evaluate(options: EvaluateOptions) -> Evaluated:
 
     page, sarif, card = (as_path(one) for one in (options.report, options.sarif, options.card))
     folder = options.folder_of(options.artifact)
-    # The card of the artifact itself may lie in its folder: no record has it.
-    own = folder is not None and card is not None and card.absolute() == folder.absolute() / CARD
-    check_apart({PAGE: page, SARIF: sarif, ANY_CARD: None if own else card}, folder)
+    check_apart({PAGE: page, SARIF: sarif, ANY_CARD: card}, folder)
     if card:
         check_card(card)
     if page:

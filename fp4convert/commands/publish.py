@@ -69,10 +69,16 @@ def check_destinations(options: QuantizeOptions, share: Share | None, is_dry: bo
         detail = f"--report {page}: {fault}; expected an artifact to show"
         step = "Afterwards: fp4convert verify OUTPUT --report FILE.html."
         raise InputError("report", detail, step)
+    _check_page(page, options.folder)
+
+
+def _check_page(page: Path, folder: Path | None) -> None:
+    """Check the place of a page, in a folder that may be missing yet."""
     from fp4convert.report.html import PAGE, check_page
 
-    check_apart({PAGE: page}, options.folder)
-    check_page(page)
+    check_apart({PAGE: page}, folder)
+    if folder is None or folder.exists() or page.parent.resolve() != folder.resolve():
+        check_page(page)
 
 
 def carry_out(work: Work, settings: Settings) -> Result:
@@ -80,12 +86,15 @@ def carry_out(work: Work, settings: Settings) -> Result:
     # The page of every artifact, by its folder in the result.
     pages: dict[str, Path] = {}
     if work.options.report is not None:
-        from fp4convert.report.html import check_page, save_page
+        from fp4convert.report.html import save_page
 
         page = Path(work.options.report)
-        for folder in work.artifacts():
-            pages[folder] = page.with_stem(f"{page.stem}-{folder}") if folder else page
-            check_page(pages[folder])
+        is_inside = page.parent.resolve() == work.options.folder.resolve()
+        for folder, part in work.artifacts().items():
+            other = part.folder / page.name
+            other = other if is_inside else page.with_stem(f"{page.stem}-{folder}")
+            pages[folder] = other if folder else page
+            _check_page(pages[folder], part.folder)
     is_pushed = work.options.push_to_hub is not None
     result = _publish(work, settings) if is_pushed else work.carry_out(settings)
     # The source is opened again: the conversion may have ended its reading.

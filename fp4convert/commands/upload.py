@@ -19,6 +19,7 @@ from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.storage.checkpoint_files import (
     CARD,
+    PAGE,
     PLAN_FILE,
     RECORD,
     REPORT,
@@ -60,7 +61,7 @@ def push(options: PushOptions) -> dict[str, Any]:
     check_gates(gates_of(options), summary, f"{folder} is not pushed: its")
     if gate.is_set:
         _check_evaluation(gate, evaluated, folder)
-    names = [name for name in (RECORD, REPORT) if (folder / name).is_file()]
+    names = [name for name in (RECORD, REPORT, PAGE) if (folder / name).is_file()]
     files |= {name: hash_file(folder / name) for name in names}
     pusher = Pusher(
         options.repo, options.private, (options.token or "").strip() or None, options.tell, files

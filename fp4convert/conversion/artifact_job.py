@@ -21,6 +21,7 @@ from fp4convert.storage.checkpoint_files import (
     CARD,
     ENGINE_RECORD,
     GGUF,
+    PAGE,
     RECORD,
     REPORT,
     index_file,
@@ -30,7 +31,7 @@ from fp4convert.storage.source import Source, read_whole
 from fp4convert.version import __version__
 
 ENGINE_RECORDS = frozenset(  # of any dialect: a source's own would contradict ours
-    {RECORD, ENGINE_RECORD, REPORT}
+    {RECORD, ENGINE_RECORD, REPORT, PAGE}
 )
 CARD_LEFT = f"{CARD} is left out: fp4convert wrote it for the artifact that this is made from"
 # How report/model_card.py begins a card, and how it brackets one of an evaluation alone.

@@ -26,7 +26,7 @@ from fp4convert.errors import Finding, InputError, named
 from fp4convert.numerics.formats import IMPORTANCE, RTN
 from fp4convert.progress import Phases
 from fp4convert.quality.checks import is_healthy
-from fp4convert.quality.evaluation import SURE_ERRORS, standard_error
+from fp4convert.quality.evaluation import SURE_ERRORS, find_usual_sqnr, standard_error
 from fp4convert.quality.source_compare import (
     Distance,
     SourcePairs,
@@ -334,6 +334,7 @@ def _describe_side(side: _Side, letter: str, rows: list[dict[str, Any]]) -> dict
         "bits_quantized": _mean_bits([one for one in own if letter in one[0]["quantized_by"]]),
         "sqnr_db_mean": _mean([sqnr_db for sqnr_db, _ in shared]),
         "sqnr_db_min": least,
+        "usual": usual._asdict() if (usual := find_usual_sqnr(artifact)) else None,
         "worst": worst,
         "difference_db_mean": _mean(differences),
         "output_error": mean_output_error(

@@ -79,6 +79,12 @@ class UsualSqnr(NamedTuple):
     def words(self) -> str:
         return f"usual of {self.format} by {self.by} are {self.db:g} dB, low is {self.low:g} dB"
 
+    def grade(self, mean: float) -> str:
+        """Set the mean of an artifact's layers beside what is usual."""
+        high = 2 * self.db - self.low
+        word = "low" if mean < self.low else "usual" if mean <= high else "more than usual"
+        return f"{word} for {self.format.upper()} by {self.by} ({self.db:g})"
+
 
 @cache
 def usual_losses() -> tuple[UsualLoss, ...]:

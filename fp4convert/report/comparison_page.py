@@ -15,8 +15,9 @@ from fp4convert.errors import InputError
 from fp4convert.progress import size_text
 from fp4convert.quality import comparison
 from fp4convert.quality.source_compare import mean_output_error
-from fp4convert.report.datasheet import find_places, reading_order, round_figure
+from fp4convert.report.datasheet import round_figure
 from fp4convert.report.html import COMPARISON, PAGE, check_page, make_page
+from fp4convert.report.places import find_places, reading_order
 from fp4convert.report.text import (
     Document,
     count_levels,
@@ -107,8 +108,7 @@ def make_sheet(found: Document) -> Document:
     """Return the keys that page/comparison.js reads."""
     sides, rows = found["artifacts"], found["tensors"]
     verdict, unfair = found["verdict"], _why_unfair(found)
-    word = {"kl": "ranked by KL", "output_error": "ranked by output error"}.get(verdict["by"])
-    word = word or ("failed" if found["passed"] is False else "not ranked")
+    words = f"{'failed; ' if found['passed'] is False else ''}{verdict['words']}"
     findings = [
         {**each, "lead": f"{letter}: {each['lead']}"}
         for letter, side in sides.items()
@@ -124,9 +124,8 @@ def make_sheet(found: Document) -> Document:
     has_kl = None not in kl
     sheet = {
         "title": f"{len(sides)} artifacts of {found['source']}",
-        "verdict": {"is_good": found["passed"], "words": f"{word}{levels}"},
-        "about": f"{verdict['words']}. {found['totals']['compared']:,} linear layers;"
-        f" their inputs: {found['inputs']}.",
+        "verdict": {"is_good": found["passed"], "words": f"{words}{levels}"},
+        "about": f"{found['totals']['compared']:,} linear layers; their inputs: {found['inputs']}.",
         "artifacts": [
             {
                 "letter": letter,
@@ -202,6 +201,7 @@ def _rows(found: Document, is_fair: bool) -> list[Row]:
         tell("quantized layers", "quantized", ",d"),
         tell("output error", "output_error", ".3%", is_fair),
         tell("SQNR, mean dB", "sqnr_db_mean", ".2f", is_fair, True),
+        ("SQNR, usual dB", [_usual(side["usual"]) for side in every], []),
         tell("SQNR, least dB", "sqnr_db_min", ".2f", is_fair, True),
         *([tell("best on, layers", "best", ",d", is_fair, True)] if is_fair else []),
     ]
@@ -224,6 +224,11 @@ def _rows(found: Document, is_fair: bool) -> list[Row]:
         if any(each["notes"] for each in known):
             rows.append(("known", ["; ".join(each["notes"]) or "-" for each in known], []))
     return rows
+
+
+def _usual(usual: Document | None) -> str:
+    """Return what is usual for a format and method, beside its name."""
+    return "-" if usual is None else f"{usual['db']:g} ({usual['format']} by {usual['by']})"
 
 
 def _ranked(

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.error_report import read_recorded, shares
 from fp4convert.checkpoint.linears import linears_stored
 from fp4convert.checkpoint.module_names import (
-    Numbers,
     join_names,
     join_words,
     reading_rank,
@@ -33,11 +31,12 @@ from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.matrices import Weights, row_panels
 from fp4convert.progress import Phases, size_text
 from fp4convert.quality.checks import Judged, choose_modules, fault_word, judge
-from fp4convert.quality.evaluation import NO_GATE, find_usual_sqnr
+from fp4convert.quality.evaluation import NO_GATE, UsualSqnr, find_usual_sqnr
 from fp4convert.quality.fold_recovery import fold_originals
 from fp4convert.quality.inspection import describe, describe_judged
 from fp4convert.quality.scale_checks import are_equal, find_shared_scales
 from fp4convert.quality.verification import TensorError, Verified
+from fp4convert.report.places import find_places, reading_order
 from fp4convert.report.text import (
     MOST_ALIKE,
     Document,
@@ -64,24 +63,11 @@ COUNTED = "; verify counted the codes again."
 FORM_KEYS = ("format", "block_size", "element_dtype", "scale_dtype", "global_scale")
 BINS = 81  # of a histogram; odd: zero has one of its own
 MOST_PANELS, PANEL = 16, 1 << 18  # of a tensor, evenly spread; elements of each
-ANY = "*"  # stands for a number
-EXPERTS = "expert"  # in the name of a list of them
-ATTENTION = "att"  # stands before the rest of its layer
+# Rows for those who read the bytes.
+STORED = ("global scale", "scale layout", "nibble order", "bits per weight", "share read")
 
 
-class Place(NamedTuple):
-    """The place of one tensor in a model.
-
-    tower   the path of the layers, with stars for numbers: model.layers; "" outside of layers
-    layer   the numbers of its layer, one for a level of nested lists
-    module  the name in its layer, with a star for the number of an expert
-    expert  this number
-    """
-
-    tower: str
-    layer: Numbers
-    module: str
-    expert: int | None = None
+Row = tuple[str, str]  # a word and its text
 
 
 def make_datasheet(
@@ -121,16 +107,17 @@ def make_datasheet(
             words = {None: NO_GATE, True: "passed", False: "failed"}[is_good]
             findings = [*findings, *evaluated["findings"]]
     usual = find_usual_sqnr(artifact)
+    words = f"{words}{count_levels(findings)}"
+    if loss := _loss(errors, usual, evaluated):
+        words = f"{words}; {loss}" if is_good is False else f"{loss}; {words}"
+    forms = described.get("forms", [described])
     document = {
         "title": artifact.source.name,
-        "verdict": {"is_good": is_good, "words": f"{words}{count_levels(findings)}"},
+        "verdict": {"is_good": is_good, "words": words},
         "about": _origin(artifact),
         "tiles": _tiles(artifact, source, described, errors),
-        "facts": list(_facts(artifact, source, described).items()),
-        "forms": [
-            {key: form.get(key) for key in FORM_KEYS}
-            for form in described.get("forms", [described])
-        ],
+        **_facts(artifact, source, described),
+        "forms": [{key: form.get(key) for key in FORM_KEYS} for form in forms],
         "evidence": {"how": how, "words": _evidence(artifact, verified, how)},
         "usual": {"db": usual.db, "words": usual.words} if usual and how else None,
         **_tensors(artifact, errors),
@@ -143,6 +130,17 @@ def make_datasheet(
         "producer": f"fp4convert {__version__}",
     }
     return {key: make_visible(value) for key, value in document.items()}
+
+
+def _loss(
+    errors: Sequence[TensorError], usual: UsualSqnr | None, evaluated: Document | None
+) -> str:
+    """Say how much was lost, beside what is usual; "" if it is unknown."""
+    words = [f"KL {evaluated['kl']['mean']:.3g}: {evaluated['grade']}"] if evaluated else []
+    if known := [error.sqnr_db for error in errors if error.sqnr_db is not None]:
+        mean = math.fsum(known) / len(known)
+        words.append(f"{mean:.2f} dB on average{f': {usual.grade(mean)}' if usual else ''}")
+    return "; ".join(words)
 
 
 def _answers(evaluated: Document) -> Document:
@@ -183,7 +181,7 @@ def _origin(artifact: Artifact) -> str:
 
 def _tiles(
     artifact: Artifact, source: Source | None, described: Document, errors: Sequence[TensorError]
-) -> list[tuple[str, str]]:
+) -> list[Row]:
     """List the most important numbers with their words."""
     bits, nbytes = described["bits_per_weight"], artifact.source.checkpoint.nbytes
     words = "of weights"
@@ -194,13 +192,12 @@ def _tiles(
         (size_text(nbytes), words),
     ]
     if known := [error.sqnr_db for error in errors if error.sqnr_db is not None]:
-        tiles.append((f"{math.fsum(known) / len(known):.2f} dB", "SQNR, mean"))
         tiles.append((f"{min(known):.2f} dB", "SQNR, least"))
     return [*tiles, (f"{described['tensors']['quantized']:,}", "tensors quantized")]
 
 
-def _facts(artifact: Artifact, source: Source | None, described: Document) -> dict[str, str]:
-    """Describe the artifact in rows of a word and its text."""
+def _facts(artifact: Artifact, source: Source | None, described: Document) -> Document:
+    """Describe the artifact in `facts`, and how its bytes lie in `stored`."""
     checkpoint, record = artifact.source.checkpoint, artifact.record
     rows = artifact_rows(described)
     shards = len(checkpoint.shards)
@@ -224,7 +221,8 @@ def _facts(artifact: Artifact, source: Source | None, described: Document) -> di
     producer = record.get("producer")
     if isinstance(producer, dict):
         rows["made by"] = f"{producer.get('name')} {producer.get('version')}"
-    return rows
+    facts = [(word, text) for word, text in rows.items() if word not in STORED]
+    return {"facts": facts, "stored": [(word, rows[word]) for word in STORED if word in rows]}
 
 
 def _evidence(artifact: Artifact, verified: Verified | None, how: str | None) -> str:
@@ -284,54 +282,6 @@ def _tensors(artifact: Artifact, errors: Sequence[TensorError]) -> Document:
     for key in ("sqnr_db", "mse", "max_abs", "cosine", "saturated", "zero"):
         tensors[key] = [round_figure(getattr(error, key)) for error in errors]
     return {"stacks": stacks, "places": flat, "tensors": tensors}
-
-
-def find_places(names: Sequence[str]) -> list[Place]:
-    """Find the places of tensors by name; NAME and NAME.weight share one.
-
-    Numbers in a name are places in lists. The innermost list with several tensors in a member is
-    that of layers, but for experts: `blocks.0.attentions.1.to_out.0` is the module `to_out.0` of
-    layer 0.1. The outermost list is always one of layers.
-    """
-    split = [split_numbers(name.removesuffix(WEIGHT)) for name in names]
-    held: dict[tuple[tuple[str, ...], Numbers], int] = defaultdict(int)
-    for texts, numbers in split:
-        for depth in range(1, len(numbers) + 1):
-            held[texts[:depth], numbers[:depth]] += 1
-    layered = {texts for (texts, _), count in held.items() if count > 1}
-    places = []
-    for texts, numbers in split:
-        # The first list of experts, and how many lists before it count layers.
-        experts = next((at for at in range(len(numbers)) if EXPERTS in texts[at]), len(numbers))
-        counting = (at + 1 for at in range(experts) if at == 0 or texts[: at + 1] in layered)
-        depth = max(counting, default=0)
-        # The name around the layers, and the rest of it; both without the dots between them.
-        tower = "".join(f"{text}{ANY}" for text in texts[:depth])
-        rest = texts[depth]
-        for at in range(depth, len(numbers)):
-            rest += f"{ANY if at == experts else numbers[at]}{texts[at + 1]}"
-        places.append(
-            Place(
-                tower[:-2],  # without a separator and the star
-                numbers[:depth],
-                rest[1:] if depth else rest,
-                numbers[experts] if experts < len(numbers) else None,
-            )
-        )
-    return places
-
-
-def reading_order(modules: Iterable[str]) -> list[str]:
-    """Sort the modules of a layer as people say them.
-
-    Attention first, q, k, v and o; then gate, up and down.
-    """
-
-    def rank(module: str) -> tuple[bool, str, tuple[int, str, int, str]]:
-        parent, _, leaf = module.rpartition(".")
-        return ATTENTION not in module, parent, reading_rank(leaf)
-
-    return sorted(modules, key=rank)
 
 
 def _worst(

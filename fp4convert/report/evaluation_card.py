@@ -10,11 +10,12 @@ from fp4convert.errors import OutputError
 from fp4convert.report.model_card import CARD_LIMIT, code, table
 from fp4convert.report.text import evaluation_rows
 from fp4convert.report.user_files import Paper, check_place, write_paper
+from fp4convert.storage.checkpoint_files import CARD
 from fp4convert.storage.disk import write_errors_at
 from fp4convert.storage.source import Source
 from fp4convert.version import __version__
 
-ANY_CARD = Paper("--card", "README.md", "")
+ANY_CARD = Paper("--card", CARD, "", CARD)
 # Between them is what `evaluate --card` writes.
 EVALUATION, EVALUATION_END = (
     "<!-- made: fp4convert evaluate -->",

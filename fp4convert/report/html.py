@@ -1,8 +1,8 @@
 """Write a document as one page of HTML that fetches nothing.
 
 Text of a checkpoint reaches the page as JSON without signs that mean something in HTML, and is
-inserted as text.  The page allows its two scripts, by their hashes, and no address: a script in a
-name could not run.  The build puts plotly's script beside the files of the page (CMakeLists.txt).
+inserted as text.  The page allows its own script and style, by their hashes, and no address: a
+script in a name could not run.
 """
 
 from __future__ import annotations
@@ -14,38 +14,33 @@ import json
 import re
 from collections.abc import Mapping
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.errors import InputError, describe_missing
 from fp4convert.progress import size_text
 from fp4convert.report.datasheet import make_datasheet
 from fp4convert.report.user_files import Paper, check_place, write_paper
+from fp4convert.storage import checkpoint_files
 from fp4convert.storage.source import Source
 
 GENERATOR = (
     '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
     '<meta name="generator" content="fp4convert">\n'
 )
-PLOTLY = "plotly.min.js"
-REPORT, COMPARISON = "report", "comparison"  # kinds of pages
-PAGE = Paper("--report", "FILE.html", GENERATOR)
+# Kinds of pages: names of their parts in page/, and their words.
+REPORT, COMPARISON = "report", "comparison"
+_KINDS = {REPORT: "artifact report", COMPARISON: "comparison"}
+PAGE = Paper("--report", "FILE.html", GENERATOR, checkpoint_files.PAGE)
 # Signs that mean something in HTML, or end a line of a script.
 SIGNS = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
-# Beside that for scripts; plotly sets styles, and draws cells.
-_POLICIES = "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+_POLICY = "default-src 'none'; script-src {}; style-src {}; base-uri 'none'; form-action 'none'"
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
 def check_page(path: Path) -> None:
-    """Raise OutputError if no page can be written, or another file lies there.
-
-    Raises  InputError without plotly's script
-    """
+    """Raise OutputError if no page can be written, or another file lies there."""
     check_place(path, PAGE)
-    _find_plotly()
 
 
 def save_page(path: Path, artifact: Artifact, source: Source | None, **found: Any) -> str:
@@ -74,39 +69,22 @@ def make_page(document: Mapping[str, Any], kind: str = REPORT) -> str:
     kind      name of its HTML and script in page/
     """
 
-    def read(file: str) -> str:
-        return _own_file(file).read_text(encoding="utf-8")
+    def read(*names: str) -> str:
+        return "".join((folder / name).read_text(encoding="utf-8") for name in names)
 
-    # Nothing in a script ends the element that it stands in, and only these two may run.
-    slots, allowed = {}, []
-    plotly = _find_plotly().read_text(encoding="utf-8")
-    for slot, script in (("plotly", plotly), ("script", read("common.js") + read(f"{kind}.js"))):
-        slots[slot] = re.sub(r"<(?=/script|!--)", r"\\x3c", script, flags=re.IGNORECASE)
-        digest = base64.b64encode(hashlib.sha256(slots[slot].encode()).digest()).decode()
-        allowed.append(f"'sha256-{digest}'")
-    slots["policy"] = f"default-src 'none'; script-src {' '.join(allowed)}; {_POLICIES}"
-    slots["style"] = read("page.css")
+    folder = files("fp4convert.report") / "page"
+    slots = {"style": read("page.css"), "kind": _KINDS[kind]}
+    # Nothing in a script ends the element that it stands in.
+    script = read("common.js", "draw.js", f"{kind}.js")
+    slots["script"] = re.sub(r"<(?=/script|!--)", r"\\x3c", script, flags=re.IGNORECASE)
+    slots["policy"] = _POLICY.format(_hash(slots["script"]), _hash(slots["style"]))
     slots["title"] = html.escape(str(document["title"]))
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
     slots["data"] = text.translate(SIGNS)
-    return _SLOT.sub(lambda slot: slots[slot[1]], read(f"{kind}.html"))
+    page = read("page.html").replace("{{sections}}", read(f"{kind}.html").rstrip())
+    return _SLOT.sub(lambda slot: slots[slot[1]], page)
 
 
-def _own_file(file: str) -> Traversable:
-    return files("fp4convert.report").joinpath("page", file)
-
-
-def _find_plotly() -> Traversable:
-    """Find plotly's script: the shipped one, else the installed package's.
-
-    Raises  InputError without either
-    """
-    shipped = _own_file(PLOTLY)
-    if shipped.is_file():
-        return shipped
-    try:
-        return files("plotly").joinpath("package_data", PLOTLY)
-    except ImportError:
-        needing = f"--report draws with {PLOTLY}, which this build of fp4convert lacks"
-        needing += "; it needs the package plotly"
-        raise InputError("no-plotly", *describe_missing(needing, "report")) from None
+def _hash(text: str) -> str:
+    """Return the source expression of a script or style (CSP level 3, hashes)."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

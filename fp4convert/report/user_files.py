@@ -17,15 +17,17 @@ class Paper(NamedTuple):
     option   that asks for it
     example  of a name
     opening  that every one of them begins with
+    inside   its name in the artifact's folder; "" for a kind that may not lie there
     """
 
     option: str
     example: str
     opening: str
+    inside: str = ""
 
 
 def check_apart(asked: Mapping[Paper, Path | None], folder: Path | None) -> None:
-    """Raise InputError for a file in the artifact's folder, or two of a name.
+    """Refuse files in the artifact's folder, or two of a name: InputError.
 
     asked   the files of one run; None for a file that is not asked for
     folder  of the artifact, even before it exists; None without one
@@ -35,12 +37,14 @@ def check_apart(asked: Mapping[Paper, Path | None], folder: Path | None) -> None
         if path is None:
             continue
         place = _without_links(path)
-        if folder is not None and place.is_relative_to(_without_links(folder)):
-            detail = (
-                f"{kind.option} {path} lies in the artifact's folder, {folder}; expected a file "
-                "outside it, because verify checks the folder against its record"
-            )
-            raise InputError("file-in-artifact", detail, f"Give {kind.example}.")
+        if folder is not None and place.is_relative_to(root := _without_links(folder)):
+            own = folder / kind.inside if kind.inside else None
+            if own is None or place != root / kind.inside:
+                expected = "a file outside it, because verify checks the folder against its record"
+                expected += f", or {own}, which may lie in it" if own else ""
+                detail = f"{kind.option} {path} lies in the artifact's folder, {folder}"
+                step = f"Give {kind.option} {own or kind.example}."
+                raise InputError("file-in-artifact", f"{detail}; expected {expected}", step)
         if place in taken:
             detail = f"{taken[place].option} and {kind.option} are both {path}; expected two files"
             next_step = f"Give them two names: {kind.option} {kind.example}."

@@ -23,7 +23,8 @@ ENGINE_RECORD = "hf_quant_config.json"  # ModelOpt's readers need it beside conf
 CARD = "README.md"  # the model card: for people, who edit it
 REPORT = "quantization_report.json"  # how much was lost: error_report.py
 SIGNATURE = "model.sig"  # of all other files, as the package model-signing names it
-UNDIGESTED = frozenset({CARD, REPORT})  # no engine reads them, and no digest counts them
+PAGE = "report.html"  # of --report, where it travels with the artifact
+UNDIGESTED = frozenset({CARD, REPORT, PAGE})  # no engine reads them, and no digest counts them
 
 GGUF = ".gguf"
 

@@ -36,7 +36,7 @@ COMMANDS = (
     "recipes",
 )
 HEAVY = (
-    *("torch", "cupy", "transformers", "huggingface_hub", "httpx2", "plotly"),
+    *("torch", "cupy", "transformers", "huggingface_hub", "httpx2"),
     *("compressed_tensors", "modelopt"),
 )
 UNNEEDED = ("pydantic", "numpy.ma", "rich")  # by words that are plain, for lines that are

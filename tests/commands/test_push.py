@@ -130,6 +130,18 @@ def test_what_is_signed_is_pushed_as_it_is(hub, artifact, tmp_path):
     assert there["model.sig"] == (folder / "model.sig").read_bytes()
 
 
+def test_a_page_in_the_folder_is_pushed_with_the_card(hub, artifact):
+    folder, digest = artifact
+    assert run("verify", folder, "--report", folder / "report.html").code == 0
+    told = push(folder, "me/q")
+    assert (told.code, told.json["digest"], "not pushed" in told.err) == (0, digest, False)
+    there = hub.read("me/q")
+    assert there["report.html"] == (folder / "report.html").read_bytes()
+    assert "README.md" in there
+    checked = run("verify", "me/q", "--json").json
+    assert (checked["findings"], checked["passed"]) == ([], True)
+
+
 def test_only_folders_of_fp4convert(hub, tmp_path):
     source = write_llama(tmp_path / "m")
     assert push(source, "me/q").code == 2

@@ -17,11 +17,13 @@ from rewriting import rewrite
 from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.numerics.codec import as_matrix
 from fp4convert.numerics.matrices import InMemory
+from fp4convert.quality.evaluation import UsualSqnr
 from fp4convert.quality.verification import Gate, verify, verify_judged
 from fp4convert.report.datasheet import (
     BINS,
     MOST_PANELS,
     PANEL,
+    STORED,
     _count,
     count_values,
     make_datasheet,
@@ -79,7 +81,7 @@ def test_a_page_after_verify_reads_no_tensor_again(artifact, monkeypatch):
     for name in ("read", "read_range", "read_into"):
         monkeypatch.setattr(LocalSource, name, None)  # which nobody can call
     shown = make_datasheet(opened, None, verified, judged)
-    assert shown["verdict"]["words"] == "no fault found, no gate was set"
+    assert shown["verdict"]["words"].endswith("; no fault found, no gate was set")
     assert {row["modules"]: row["agree"] for row in shown["groups"]["rows"]} == {
         f"{ATTENTION}.{{q,k,v}}_proj".replace(".0.", ".*."): 1,
         f"{LAYER}.mlp.{{gate,up}}_proj".replace(".0.", ".*."): 1,
@@ -109,7 +111,7 @@ def test_without_a_source_the_numbers_are_those_that_were_recorded(artifact):
         )
         assert all(one["values"] is None for one in shown["worst"])
         mean = f"{recorded['summary']['sqnr_db_mean']:.2f} dB"
-        assert [value for value, word in shown["tiles"] if word == "SQNR, mean"] == [mean]
+        assert f"{mean} on average: usual for NVFP4 by amax" in shown["verdict"]["words"]
 
 
 def test_where_nothing_is_known_the_sheet_says_so(artifact):
@@ -190,9 +192,19 @@ def test_scale_groups_are_counted_by_kind_and_a_differing_one_is_shown(source, a
     assert [dict(members)[f"{ATTENTION}.v_proj"] for members in groups["differing"]] == ["123"]
 
 
-def test_nothing_passes_without_a_gate(source, artifact):
+def test_the_verdict_is_a_sentence_beside_what_is_usual(source, artifact):
+    """And nothing passes without a gate.  The usual figure: configs/usual_losses.toml."""
+    mean = run("verify", artifact, "--source", source, "--json").json["summary"]["sqnr_db_mean"]
     verdict = sheet_of(artifact, source, is_verified=True)["verdict"]
-    assert verdict == {"is_good": True, "words": "no fault found, no gate was set"}
+    loss = f"{mean:.2f} dB on average: usual for NVFP4 by amax (20.5)"
+    assert verdict == {"is_good": True, "words": f"{loss}; no fault found, no gate was set"}
+
+
+@pytest.mark.parametrize(
+    ("db", "word"), [(19.9, "low"), (20.0, "usual"), (23.6, "usual"), (23.7, "more than usual")]
+)
+def test_a_mean_is_judged_by_its_method(db, word):
+    assert UsualSqnr("nvfp4", "mse", 21.8, 20.0).grade(db) == f"{word} for NVFP4 by mse (21.8)"
 
 
 def test_findings_come_with_what_to_do(source, artifact):
@@ -215,7 +227,8 @@ def test_findings_that_are_alike_share_a_line_as_on_the_terminal(source, artifac
     worst = min(verified.tensors, key=lambda one: one.sqnr_db)
     assert (shown["lead"], shown["tensor"]) == ("7 of 7 tensors, the worst ", worst.name)
     assert shown["detail"].startswith(f"SQNR {worst.sqnr_db:.3f} dB")
-    assert make_datasheet(opened, original, verified)["verdict"]["words"] == "failed: 7 errors"
+    words = make_datasheet(opened, original, verified)["verdict"]["words"]
+    assert words.startswith("failed: 7 errors; ")
     printed = run("verify", artifact, "--source", source, "--min-sqnr", 90).out.splitlines()
     line = f"{shown['level']} {shown['code']}: {shown['lead']}{shown['tensor']}: {shown['detail']}"
     assert line in printed
@@ -319,6 +332,9 @@ def test_a_card_tells_what_stays_and_where_it_comes_from(source, artifact):
     facts = dict(shown["facts"])
     told = (facts["dialect"], facts["scale rule"], facts["method"])
     assert told == ("compressed-tensors", "amax", "rtn")
+    stored = {word for word, _ in shown["stored"]}
+    assert {"global scale", "scale layout", "share read"} <= stored
+    assert not {*STORED} & facts.keys()
     assert re.search(r"\blm_head\b", facts["kept"])
     assert re.search(r"\bmodel\.embed_tokens\b", facts["kept"])
     assert "layernorm" not in facts["kept"]

@@ -9,9 +9,7 @@ import hashlib
 import json
 import os
 import re
-import sys
 from html.parser import HTMLParser
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from artifacts import quantize
 from checkpoints import run, weight, write_llama, write_single
 from hostile import NAMES, make_hostile, name_of
 
-from fp4convert.report import html
 from fp4convert.report.html import make_page
 
 
@@ -104,12 +101,15 @@ def test_nothing_is_fetched_and_only_our_scripts_may_run(artifact, tmp_path):
     metas = [each for tag, each in page.tags if tag == "meta" and "http-equiv" in each]
     (policy,) = [each["content"] for each in metas]
     words = dict(part.strip().split(" ", 1) for part in policy.split(";"))
-    scripts = [each.encode() for each in page.scripts if not each.startswith("{")]
-    hashes = [base64.b64encode(hashlib.sha256(each).digest()).decode() for each in scripts]
-    assert words["script-src"].split() == [f"'sha256-{each}'" for each in hashes]
-    assert (words["default-src"], words["img-src"]) == ("'none'", "data:")
+    (script,) = [each for each in page.scripts if not each.startswith("{")]
     style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
+    for part, held in (("script-src", script), ("style-src", style)):
+        digest = base64.b64encode(hashlib.sha256(held.encode()).digest()).decode()
+        assert words.pop(part) == f"'sha256-{digest}'"
+    assert words == dict.fromkeys(("default-src", "base-uri", "form-action"), "'none'")
     assert not re.search(r"url\(|@import", style)
+    assert not [each for _, each in page.tags if "style" in each], "the policy refuses these"
+    assert len(text) < 200_000
 
 
 def test_names_that_are_scripts_stay_names(tmp_path):
@@ -119,7 +119,7 @@ def test_names_that_are_scripts_stay_names(tmp_path):
     usual = Elements(make_page({"title": "usual", "findings": []}))
     hostile = Elements(text)
     assert [tag for tag, _ in hostile.tags] == [tag for tag, _ in usual.tags]
-    assert len(hostile.scripts) == 3
+    assert len(hostile.scripts) == 2
     shown = document_of(tmp_path / "v.html")
     assert sorted(shown["tensors"]["name"]) == sorted(name_of(name) for name in NAMES)
     assert shown["title"] == artifact.name
@@ -241,17 +241,36 @@ def test_every_transformer_of_a_pipeline_has_a_page(tmp_path):
     assert pages == ["r-transformer.html", "r-transformer_2.html"]
     names = document_of(tmp_path / pages[1])["tensors"]["name"]
     assert names == ["blocks.0.transformer_2.weight"]
+    inside = tmp_path / "inside"
+    words = ("--format", "nvfp4", "-o", inside, "--report", inside / "report.html")
+    made = [run("quantize", pipeline, *words, "--json").json["digest"] for _ in range(2)]
+    assert made[0] == made[1]
+    pages = sorted(str(path.relative_to(inside)) for path in inside.rglob("*.html"))
+    assert pages == ["transformer/report.html", "transformer_2/report.html"]
+    assert run("verify", inside / "transformer", "--json").json["findings"] == []
 
 
-def test_the_script_is_the_shipped_one_else_the_installed_packages(monkeypatch):
-    """Both are plotly's own, of the version that each was built with."""
-    document = {"title": "usual", "findings": []}
-    shipped = html._find_plotly()
-    monkeypatch.setattr(html, "_own_file", lambda file: files("fp4convert.report") / "absent")
-    installed = html._find_plotly()
-    assert shipped != installed
-    for script in (shipped, installed):
-        assert "plotly.js v" in script.read_text(encoding="utf-8")[:40]
-    monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    assert any("plotly.js v" in script[:40] for script in Elements(make_page(document)).scripts)
+def test_a_page_named_report_travels_with_the_artifact(source, tmp_path):
+    """No check minds it, no digest counts it, and what is made of the artifact has none."""
+    made = tmp_path / "made"
+    page = made / "report.html"
+    first = quantize(source, made, "--report", page)
+    assert document_of(page)["evidence"]["how"] == "recorded"
+    assert run("verify", made, "--source", source, "--report", page).code == 0
+    assert document_of(page)["evidence"]["how"] == "measured"
+    verified = run("verify", made, "--json").json
+    assert (verified["findings"], verified["passed"]) == ([], True)
+    assert run("inspect", made, "--json").json["findings"] == []
+    assert quantize(source, made, "--report", page)["digest"] == first["digest"]
+    assert run("transcode", made, "--dialect", "modelopt", "-o", tmp_path / "other").code == 0
+    assert not (tmp_path / "other" / "report.html").exists()
+
+
+@pytest.mark.parametrize("name", ["page.html", "sub/report.html", "report.HTML"])
+def test_no_other_page_may_lie_in_the_artifact(name, artifact):
+    (artifact / "sub").mkdir(exist_ok=True)
+    told = run("verify", artifact, "--report", artifact / name, "--json")
+    error = told.json["error"]
+    assert (told.code, error["code"]) == (2, "file-in-artifact")
+    assert error["next"] == f"Give --report {artifact / 'report.html'}."
+    (artifact / "sub").rmdir()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp4convert.report.datasheet import Place, find_places, reading_order
+from fp4convert.report.places import Place, find_places, reading_order
 
 LLAMA = [
     f"model.layers.{layer}.{module}.weight"

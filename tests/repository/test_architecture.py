@@ -43,7 +43,6 @@ HOMES = {
     "safetensors": ("storage.shard_writer",),
     "gguf": ("storage.gguf",),
     "ray": ("conversion.ray_workers",),
-    "plotly": ("report.html",),
     "model_signing": ("quality.signature",),
     "rich": ("cli.",),
     "typer": ("cli.",),

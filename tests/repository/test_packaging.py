@@ -31,10 +31,7 @@ PAGES = (
         for kind in ("report", "comparison")
         for ending in ("html", "js")
     ),
-    "report/page/common.js",
-    "report/page/page.css",
-    "report/page/plotly.min.js",
-    "report/page/plotly.LICENSE.txt",
+    *(f"report/page/{name}" for name in ("page.html", "page.css", "common.js", "draw.js")),
 )
 CARRIED = (
     *(f"kernels/{name}" for name in CUDA),
@@ -117,7 +114,7 @@ def check_bare(venv: Path, folder: Path) -> None:
     assert json.loads(run_bare(venv, "inspect", made, "--full", "--json"))["healthy"]
     verify = ("verify", made, "--source", source, "--report", page, "--json")
     assert json.loads(run_bare(venv, *verify))["passed"]
-    assert "plotly.js v" in page.read_text(encoding="utf-8")
+    assert "class Plot" in page.read_text(encoding="utf-8")
     run_bare(venv, "dequantize", made, "-o", folder / "floats")
     run_bare(venv, "transcode", made, "-o", folder / "other", "--dialect", "modelopt")
     assert json.loads(run_bare(venv, "analyze", source, "--json"))
@@ -157,7 +154,7 @@ def test_a_plain_install_is_small_and_does_all_that_needs_no_extra(wheel, tmp_pa
         for place in site.iterdir()
     }
     assert sum(sizes.values()) <= PLAIN_NBYTES, sizes
-    assert not {"torch", "transformers", "plotly", "cupy"} & sizes.keys()
+    assert not {"torch", "transformers", "cupy"} & sizes.keys()
     check_bare(venv, tmp_path)
 
 
@@ -172,9 +169,9 @@ def test_what_is_required_is_imported_and_what_is_heavy_is_an_extra():
     )
     unused = [name for name in required if not re.search(rf"(import|from) {name}\b", text)]
     assert unused == []
-    assert not required & {"torch", "transformers", "plotly", "ray", "gguf"}
+    assert not required & {"torch", "transformers", "ray", "gguf"}
     assert {"greenlet", "pillow", "torch", "transformers"} == names_of(extras["calibrate"])
-    assert {"torch", "plotly", "transformers", "ray", "gguf"} <= names_of(extras["test"])
+    assert {"torch", "transformers", "ray", "gguf"} <= names_of(extras["test"])
     (every,) = extras["all"]
     named = set(re.search(r"\[(.*)\]", every)[1].split(","))
     assert extras.keys() - named == {
@@ -250,7 +247,6 @@ def test_kernels_compile_for_macos(tmp_path):
     target = {"SYSTEM_NAME": "Darwin", "SYSTEM_PROCESSOR": "arm64", "BUILD_TYPE": "Release"}
     tools = {"C_COMPILER": compiler, "C_COMPILER_WORKS": 1, "INSTALL_NAME_TOOL": "/bin/true"}
     words = [f"-DCMAKE_{key}={value}" for key, value in {**target, **tools}.items()]
-    words.append(f"-DPython_EXECUTABLE={sys.executable}")  # which has plotly
     cmake = [sys.executable, "-m", "cmake"]
     subprocess.run([*cmake, "-S", ROOT, "-B", tmp_path / "build", *words], check=True)
     subprocess.run([*cmake, "--build", tmp_path / "build"], check=True)

@@ -48,7 +48,7 @@ run() {
 build() {
     (cd /tmp && timeout 10 python3 -P -c "from fp4convert.numerics.backends.cpu import Cpu; Cpu()" > /dev/null 2>&1) && return
     run build 60 python3 -m pip install --quiet --no-index --no-build-isolation --no-deps --no-compile \
-        --config-settings=cmake.define.FP4CONVERT_PLOTLY=OFF --target "$SITE" "$repository"
+        --target "$SITE" "$repository"
     [ -d "$SITE/fp4convert" ] || echo "not built: is scikit-build-core there, and a C compiler?"
 }
 

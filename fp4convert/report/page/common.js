@@ -1,13 +1,11 @@
-// What all pages share: they read the document in #data, fill the page with text, and let plotly draw.
-// Nothing from the document becomes HTML: elements get textContent, and plotly, which knows some tags, gets plain().
+// What all pages share: they read the document in #data, fill the page with text, and draw (draw.js).
+// Nothing from the document becomes HTML: elements get text.
 "use strict";
 
 const sheet = JSON.parse(document.getElementById("data").textContent);
-const CONFIG = { displayModeBar: false, responsive: false, doubleClick: false };
 const ROWS = 25; // of the table, at first and at each asking
 
 const $ = (id) => document.getElementById(id);
-const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const number = (value, digits) => (value === null ? "-" : value.toFixed(digits));
 function brief(value) {
   if (value === null) return "-";
@@ -23,28 +21,16 @@ function make(tag, about = {}, ...children) {
   return element;
 }
 
-// What a word with stars finds.
-const globbed = (word) => new RegExp(word.split("*").map((part) => part.replace(/[.+?^${}()|[\]\\]/g, "\\$&")).join(".*"));
+// Patterns for the words of the search field; a star stands for anything.
+function searched() {
+  const pattern = (word) => new RegExp(word.split("*").map((part) => part.replace(/[.+?^${}()|[\]\\]/g, "\\$&")).join(".*"));
+  return $("search").value.toLowerCase().split(/\s+/).filter(Boolean).map(pattern);
+}
 
 // Does something when nothing happened for a moment.
 function soon(what) {
   let waiting = 0;
   return () => { clearTimeout(waiting); waiting = setTimeout(what, 120); };
-}
-
-function looks() {
-  return {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
-    font: { family: "system-ui, 'DejaVu Sans', sans-serif", size: 12, color: "#777" },
-    hoverlabel: { bgcolor: "#1d1c1a", bordercolor: "#1d1c1a", font: { color: "#f5f3ee", size: 12.5 }, align: "left", namelength: -1 },
-  };
-}
-
-// Drawings have sizes in pixels; a view box lets the print stylesheet fit them to the paper.
-function scaleInPrint(box, { width, height }) {
-  for (const svg of box.querySelectorAll(".main-svg")) svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  box.style.setProperty("--ratio", `${width} / ${height}`);
-  box.style.setProperty("--width", `${width}px`);
 }
 
 // Our own words, in which backticks set off code.
@@ -71,4 +57,50 @@ function buildFindings() {
     return make("div", { className: "finding" }, ...parts, make("p", {}, make("b", { textContent: "What to do: " }), ...coded(remedy)));
   }));
   $("card").after($("findings")); // what is wrong is read first
+}
+
+function fillHead() {
+  const { is_good, words } = sheet.verdict;
+  $("title").textContent = sheet.title;
+  $("verdict").textContent = words;
+  $("verdict").className = { true: "good", false: "error" }[is_good] ?? "note";
+  $("about").textContent = sheet.about;
+  $("producer").textContent = sheet.producer;
+}
+
+// The rows that are wanted, sorted as `state` says, in a table with a button that shows more of them.
+// columns  {key, head: nodes, value: of a row, cell: its text, className, last: of rows that stand last}
+function fillTable(table, columns, wanted, count, what) {
+  const sorted = columns.find(({ key }) => key === state.column);
+  const sign = state.isDown ? -1 : 1;
+  const last = sorted.last ?? ((row) => (sorted.value(row) === null ? 1 : 0));
+  wanted.sort((a, b) => {
+    const [x, y] = [sorted.value(a), sorted.value(b)];
+    return last(a) - last(b) || sign * (x < y ? -1 : x > y ? 1 : 0);
+  });
+  const again = () => fillTable(table, columns, wanted, count, what);
+  const heads = columns.map(({ key, head }) => {
+    const onclick = () => { state.isDown = state.column === key && !state.isDown; state.column = key; again(); table.querySelector("[aria-sort] button").focus(); };
+    const cell = make("th", { scope: "col" }, make("button", { type: "button", onclick }, ...head()));
+    if (state.column === key) cell.setAttribute("aria-sort", state.isDown ? "descending" : "ascending");
+    return cell;
+  });
+  table.tHead.replaceChildren(make("tr", {}, ...heads));
+  const cellOf = (row) => ({ cell, className }) => make("td", { textContent: cell(row), className: className?.(row) ?? "" });
+  table.tBodies[0].replaceChildren(...wanted.slice(0, state.shown).map((row) => make("tr", {}, ...columns.map(cellOf(row)))));
+  $("more").onclick = () => { state.shown += 4 * ROWS; again(); };
+  $("more").hidden = wanted.length <= state.shown;
+  $("more").textContent = `Show more of ${wanted.length.toLocaleString("en")}`;
+  $("matches").textContent = wanted.length === count ? many(count, what) : `${wanted.length.toLocaleString("en")} of ${many(count, what)}`;
+}
+
+// Filters when somebody types, and draws again when the window has another width.
+function listen(filter, redraw) {
+  $("tools").addEventListener("input", soon(filter));
+  $("tools").addEventListener("submit", (event) => event.preventDefault());
+  let width = document.documentElement.clientWidth;
+  addEventListener("resize", soon(() => {
+    if (width === (width = document.documentElement.clientWidth) || matchMedia("print").matches) return;
+    redraw();
+  }));
 }

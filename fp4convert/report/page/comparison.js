@@ -1,8 +1,8 @@
 // Artifacts beside each other, whose document comparison_page.py makes. Stands behind common.js.
 const { artifacts, layers, metrics } = sheet;
 const COLOURS = ["#0e7c72", "#c2552b", "#5566cf", "#a87b12", "#a23b72", "#2f7fae", "#5f7f1c", "#7a5546"];
-const SHAPES = ["circle", "square", "diamond", "triangle-up", "x"]; // of the artifacts beyond the colours
-const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
+const SHAPES = Object.keys(OUTLINES); // of the artifacts beyond the colours
+const DASHES = ["none", "6 3", "2 3", "7 3 2 3", "11 4"];
 const colour = (at) => COLOURS[at % COLOURS.length];
 const other = (list, at) => list[Math.floor(at / COLOURS.length) % list.length];
 const state = { words: [], metric: metrics[0].key, column: "name", isDown: false, shown: ROWS };
@@ -20,12 +20,8 @@ const letterOf = (at) => {
   return mark;
 };
 
-function fillHead() {
-  $("title").textContent = sheet.title;
-  $("verdict").append(make("span", { className: `pill ${sheet.verdict.is_good === false ? "error" : "note"}`, textContent: sheet.verdict.words }));
-  $("about").textContent = sheet.about;
+function fillCard() {
   $("fairness").textContent = sheet.fairness;
-  $("producer").textContent = sheet.producer;
   const heads = artifacts.map(({ name }, at) => make("th", { scope: "col" }, letterOf(at), name));
   $("glance").tHead.append(make("tr", {}, make("th"), ...heads));
   $("glance").tBodies[0].append(...sheet.rows.map(([word, cells, best]) => {
@@ -36,42 +32,50 @@ function fillHead() {
 
 // ---------------------------------------------------------------------------------------------------------------- charts
 
-const AXIS = { fixedrange: true, zeroline: false, ticks: "", tickfont: { size: 11 } };
+// From zero to a little above the largest value.
+const upTo = (values) => [0, 1.08 * (Math.max(...values.filter((value) => value !== null)) || 1)];
+const kinds = { share: [100, " %"], number: [1, ""] }; // of values: factor and unit
+const telling = (kind) => (value) => (kind === "share" && value !== null ? `${(100 * value).toFixed(3)} %` : brief(value));
 
 function drawSizes() {
   const box = $("sizes").firstElementChild;
   const { key, word, kind } = sheet.against;
   const known = artifacts.map((one, at) => [one, at]).filter(([one]) => one.bits !== null && one[key] !== null);
-  const traces = known.map(([one, at]) => ({
-    type: "scatter", mode: "markers+text", x: [one.bits], y: [one[key]], text: [one.letter], textposition: "middle center",
-    marker: { size: 21, color: colour(at), symbol: other(SHAPES, at) }, textfont: { size: 12, color: "#fff" },
-    hovertemplate: `${plain(one.name)}<br>%{x:.3f} bits per weight<br>${word} %{y:${kind === "share" ? ".3%" : ".4g"}}<extra></extra>`,
-  }));
-  const layout = {
-    width: box.clientWidth, height: 300, margin: { l: 74, r: 14, t: 16, b: 46 }, ...looks(), dragmode: false,
-    xaxis: { ...AXIS, title: { text: "bits per weight", font: { size: 12 }, standoff: 12 } },
-    yaxis: { ...AXIS, title: { text: word, font: { size: 12 }, standoff: 12 }, rangemode: "tozero", tickformat: kind === "share" ? ".1%" : ".3g" },
-  };
-  Plotly.react(box, traces, layout, CONFIG);
-  scaleInPrint(box, layout);
+  const bits = known.map(([one]) => one.bits);
+  const wide = Math.max(0.5, 0.1 * (Math.max(...bits) - Math.min(...bits)));
+  const x = [Math.min(...bits) - wide, Math.max(...bits) + wide];
+  const y = upTo(known.map(([one]) => one[key]));
+  box.replaceChildren();
+  const plot = new Plot(box, `bits per weight and ${word}`, { x, y, height: 310, top: 30, bottom: 42, left: 60 });
+  plot.titles("bits per weight", word);
+  plot.beside(ticksOf(y, 6, ...kinds[kind]));
+  plot.below(ticksOf(x, box.clientWidth / 90));
+  for (const [one, at] of known) {
+    const words = () => [one.name, `${one.bits.toFixed(3)} bits per weight`, `${word} ${telling(kind)(one[key])}`];
+    plot.dot(one.bits, one[key], 23, other(SHAPES, at), { fill: colour(at) }, words);
+    plot.text(plot.x(one.bits), plot.y(one[key]) + 4, one.letter, { class: "letters" });
+  }
 }
 
-function drawDepth(box, chart) {
-  const traces = artifacts.map((one, at) => ({
-    type: "scatter", mode: chart.layers.length > 40 ? "lines" : "lines+markers", x: chart.layers, y: chart.values[at], connectgaps: false,
-    line: { color: colour(at), width: 1.8, dash: other(DASHES, at) }, marker: { size: 5, color: colour(at), symbol: other(SHAPES, at) },
-    hovertemplate: `${one.letter}: %{y:${chart.kind === "share" ? ".3%" : ".3g"}}<extra></extra>`,
-  }));
-  const layout = {
-    width: box.clientWidth, height: 190, margin: { l: 50, r: 6, t: 8, b: 26 }, ...looks(), dragmode: false, hovermode: "x unified",
-    xaxis: { ...AXIS, type: "category", nticks: 8, showgrid: false, tickangle: 0 },
-    yaxis: { ...AXIS, nticks: 5, rangemode: "tozero", tickformat: chart.kind === "share" ? ".1%" : ".2g" },
-  };
-  Plotly.react(box, traces, layout, CONFIG);
-  scaleInPrint(box, layout);
+function drawDepth(box, { title, layers: names, values, kind }) {
+  const [x, y] = [[-0.5, names.length - 0.5], upTo(values.flat())];
+  box.replaceChildren();
+  const plot = new Plot(box, title, { x, y, height: 190, left: 58 });
+  plot.beside(ticksOf(y, 4, ...kinds[kind]));
+  plot.below(names.map((name, at) => [at, name]));
+  values.forEach((row, at) => {
+    plot.line(row, { stroke: colour(at), "stroke-width": 1.8, "stroke-dasharray": other(DASHES, at) });
+    const isAlone = (place) => (row[place - 1] ?? null) === null && (row[place + 1] ?? null) === null;
+    row.forEach((value, place) => {
+      if (value !== null && (names.length <= 40 || isAlone(place))) plot.dot(place, value, 6, other(SHAPES, at), { fill: colour(at) });
+    });
+  });
+  const tell = telling(kind);
+  plot.columns(names.length, x, (at) => [`layer ${names[at]}`, ...artifacts.map((one, side) => `${one.letter}: ${tell(values[side][at])}`)]);
 }
 
 function buildCharts() {
+  $("trade").hidden = new Set(artifacts.map(({ bits }) => brief(bits))).size < 2;
   $("axes").textContent = `Down and to the left is better: fewer bits and less ${sheet.against.word}.`;
   if (sheet.charts.length) {
     $("depths").hidden = false;
@@ -86,55 +90,30 @@ function buildCharts() {
 }
 
 function redraw() {
-  drawSizes();
+  if (!$("trade").hidden) drawSizes();
   sheet.charts.forEach((chart) => drawDepth(chart.box, chart));
 }
 
 // ------------------------------------------------------------------------------------------------------------- the table
 
-const metricShown = () => metrics.find(({ key }) => key === state.metric);
-
-// What a column is sorted by: a name, a number of weights, or the metric of an artifact.
-function keyOf(column) {
-  if (column === "name" || column === "weights") return (at) => layers[column][at];
-  return (at) => layers[state.metric][column][at];
-}
-
-function fillTable() {
-  const metric = metricShown();
-  const heads = [["name", "linear layer"], ["weights", "weights"], ...artifacts.map((_, at) => [at, null])];
-  $("layers").tHead.replaceChildren(make("tr", {}, ...heads.map(([column, word]) => {
-    const onclick = () => { state.isDown = state.column === column && !state.isDown; state.column = column; fillTable(); };
-    const button = make("button", { type: "button", onclick }, ...(word ? [word] : [letterOf(column)]));
-    const head = make("th", { scope: "col" }, button);
-    if (state.column === column) head.setAttribute("aria-sort", state.isDown ? "descending" : "ascending");
-    return head;
-  })));
+function showLayers() {
+  const metric = metrics.find(({ key }) => key === state.metric);
   const wanted = layers.name.map((_, at) => at).filter((at) => state.words.every((word) => word.test(layers.name[at].toLowerCase())));
-  const valueOf = keyOf(state.column);
-  const sign = state.isDown ? -1 : 1;
-  const missing = (value) => (value === null ? 1 : 0); // unknown last
-  wanted.sort((a, b) => {
-    const [x, y] = [valueOf(a), valueOf(b)];
-    return missing(x) - missing(y) || sign * (x < y ? -1 : x > y ? 1 : 0);
-  });
-  const cellOf = (row) => (_, at) => {
-    const best = metric.kind === "text" ? [] : bestOf(row, metric);
-    return make("td", { textContent: told(layers[metric.key][at][row], metric), className: best.includes(at) ? "best" : "" });
-  };
-  $("layers").tBodies[0].replaceChildren(...wanted.slice(0, state.shown).map((row) => {
-    const lead = [make("td", { textContent: layers.name[row] }), make("td", { textContent: layers.weights[row].toLocaleString("en") })];
-    return make("tr", {}, ...lead, ...artifacts.map(cellOf(row)));
+  const value = (key) => (row) => layers[key][row];
+  const lead = [
+    { key: "name", head: () => ["linear layer"], value: value("name"), cell: value("name") },
+    { key: "weights", head: () => ["weights"], value: value("weights"), cell: (row) => layers.weights[row].toLocaleString("en") },
+  ];
+  const columns = artifacts.map((_, at) => ({
+    key: at, head: () => [letterOf(at)], value: (row) => layers[metric.key][at][row], cell: (row) => told(layers[metric.key][at][row], metric),
+    className: (row) => (bestOf(row, metric).includes(at) ? "best" : ""),
   }));
-  $("more").hidden = wanted.length <= state.shown;
-  $("more").textContent = `Show more of ${wanted.length.toLocaleString("en")}`;
-  const all = many(layers.name.length, "layer");
-  $("matches").textContent = wanted.length === layers.name.length ? all : `${wanted.length.toLocaleString("en")} of ${all}`;
+  fillTable($("layers"), [...lead, ...columns], wanted, layers.name.length, "layer");
 }
 
 // The artifacts that are best in a row, where not all are; one that lost nothing has no SQNR, and is not worse for that.
 function bestOf(row, metric) {
-  if (!sheet.is_ranked) return [];
+  if (!sheet.is_ranked || metric.kind === "text") return [];
   if (metric.key === "output_error") return layers.best[row].length === artifacts.length ? [] : layers.best[row];
   const values = artifacts.map((_, at) => layers[metric.key][at][row]);
   const known = values.filter((value) => value !== null);
@@ -144,25 +123,17 @@ function bestOf(row, metric) {
   return found.length === artifacts.length ? [] : found;
 }
 
-function listen() {
-  $("metric").append(...metrics.map(({ key, word }) => make("option", { value: key, textContent: word })));
-  $("more").onclick = () => { state.shown += 4 * ROWS; fillTable(); };
-  $("tools").addEventListener("input", soon(() => {
-    state.words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean).map(globbed);
-    state.metric = $("metric").value;
-    state.shown = ROWS;
-    fillTable();
-  }));
-  $("tools").addEventListener("submit", (event) => event.preventDefault());
-  let width = document.documentElement.clientWidth;
-  addEventListener("resize", soon(() => {
-    if (width === (width = document.documentElement.clientWidth) || matchMedia("print").matches) return;
-    redraw();
-  }));
+function filter() {
+  state.words = searched();
+  state.metric = $("metric").value;
+  state.shown = ROWS;
+  showLayers();
 }
 
 fillHead();
+fillCard();
 buildFindings();
-listen();
-fillTable();
+$("metric").append(...metrics.map(({ key, word }) => make("option", { value: key, textContent: word })));
+showLayers();
+listen(filter, redraw);
 requestAnimationFrame(() => setTimeout(() => { buildCharts(); document.body.dataset.state = "drawn"; }));

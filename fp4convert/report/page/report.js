@@ -5,20 +5,19 @@ const SCALE = [[0, "#8f2412"], [0.2, "#d4693a"], [0.42, "#efc889"], [0.62, "#e6e
 const ABOVE = 0.5; // dB above what the method usually keeps, or the median, that have the best colour: a few that lose less shall not make all others look bad
 const SPAN = 3; // dB that colours span at least: less is no difference to speak of
 const DEEPEST = 20; // and at most
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact" });
 const state = { words: [], below: Infinity, merge: "mean", column: "sqnr_db", isDown: false, shown: ROWS, open: null };
 
 // ---------------------------------------------------------------------------------------------------------- what it is
 
-function fillHead() {
-  $("title").textContent = sheet.title;
-  $("verdict").append(make("span", { className: `pill ${{ true: "good", false: "error" }[sheet.verdict.is_good] ?? "note"}`, textContent: sheet.verdict.words }));
-  $("about").textContent = sheet.about;
+function fillCard() {
+  const rows = (list) => list.map(([word, text]) => make("div", {}, make("dt", { textContent: word }), make("dd", { textContent: text })));
   $("tiles").append(...sheet.tiles.map(([value, word]) => make("div", {}, make("b", { textContent: value }), make("span", { textContent: word }))));
-  $("facts").append(...sheet.facts.map(([word, text]) => make("div", {}, make("dt", { textContent: word }), make("dd", { textContent: text }))));
+  $("facts").append(...rows(sheet.facts));
+  $("stored").append(...rows(sheet.stored));
   $("forms").append(...sheet.forms.filter((form) => typeof form.block_size === "number").map(drawBlock));
   const usual = sheet.usual ? ` SQNR: ${sheet.usual.words}.` : "";
   $("evidence").textContent = sheet.evidence.words + usual;
-  $("producer").textContent = sheet.producer;
 }
 
 function drawBlock(form) {
@@ -90,19 +89,29 @@ function valueOf(cell) {
   return state.merge === "least" ? Math.min(...values) : values.reduce((sum, value) => sum + value, 0) / values.length;
 }
 
+// What a cell says, in lines.
 function wordsOf(cell) {
-  if (!cell.length) return "";
   const worst = cell.reduce((a, b) => (badness(b) < badness(a) ? b : a));
-  const name = plain(tensors.name[worst]);
-  const loss = lossOf(worst);
+  const [name, loss] = [tensors.name[worst], lossOf(worst)];
   if (cell.length > 1) {
     const known = cell.map((at) => tensors.sqnr_db[at]).filter((value) => value !== null);
     const mean = known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
-    return `${cell.length} experts: mean ${number(mean, 2)} dB<br>least ${loss}<br>${name}`;
+    return [`${cell.length} experts: mean ${number(mean, 2)} dB`, `least ${loss}`, name];
   }
   const more = [`MSE ${brief(tensors.mse[worst])}`, `off by at most ${brief(tensors.max_abs[worst])}`];
   if (tensors.saturated[worst] !== null) more.push(`${share(tensors.saturated[worst])} saturated`);
-  return `${name}<br><b>${loss}</b> ${plain(tensors.format[worst])}<br>${more.join(", ")}`;
+  return [name, `${loss}, ${tensors.format[worst]}`, more.join(", ")];
+}
+
+function colourOf(value) {
+  const place = Math.min(Math.max((value - range[0]) / (range[1] - range[0]), 0), 1);
+  const above = Math.max(1, SCALE.findIndex(([at]) => at >= place));
+  const [[from, dark], [to, light]] = SCALE.slice(above - 1, above + 1);
+  const parts = [1, 3, 5].map((at) => {
+    const [a, b] = [dark, light].map((colour) => parseInt(colour.slice(at, at + 2), 16));
+    return Math.round(a + ((b - a) * (place - from)) / (to - from));
+  });
+  return { fill: `rgb(${parts.join(", ")})`, ink: 0.3 * parts[0] + 0.6 * parts[1] + 0.1 * parts[2] > 120 ? "#1d1c1a" : "#fff" };
 }
 
 function shorten(text, most) {
@@ -110,34 +119,25 @@ function shorten(text, most) {
 }
 
 // A heat map in `box`: columns are layers; labels are of rows, and of maps that stand below each other the longest has `longest` signs.
-function drawMap(box, cells, labels, layers, longest) {
-  const isNarrow = document.documentElement.clientWidth < 720;
-  const most = isNarrow ? 18 : 44;
-  const names = labels.map((label) => shorten(label, most));
-  const left = 14 + 6.9 * Math.min(most, longest);
-  const room = box.clientWidth - left - 8;
-  const width = left + 8 + Math.min(room, layers.length * 128);
+function drawMap(box, label, cells, labels, layers, longest, onclick = () => null) {
+  const most = document.documentElement.clientWidth < 720 ? 18 : 44;
+  const left = 14 + SIGN * Math.min(most, longest);
+  const width = left + 8 + Math.min(box.clientWidth - left - 8, layers.length * 128);
   const column = (width - left - 8) / layers.length;
   const height = labels.length > 40 ? Math.max(3, Math.min(14, 900 / labels.length)) : 25;
   const gap = Math.min(column, height) > 9 ? 2 : Math.min(column, height) > 5 ? 1 : 0;
-  const label = Math.max(30, 8 * Math.max(...layers.map((layer) => layer.length)));
-  const stepX = Math.max(1, Math.ceil((layers.length * label) / (width - left)));
-  const stepY = Math.max(1, Math.ceil(13 / height));
-  const everyX = layers.map((_, at) => at).filter((at) => at % stepX === 0);
-  const everyY = labels.map((_, at) => at).filter((at) => at % stepY === 0);
-  const trace = {
-    type: "heatmap", z: cells.map((row) => row.map(valueOf)), text: cells.map((row) => row.map(wordsOf)), hovertemplate: "%{text}<extra></extra>",
-    hoverongaps: false, zmin: range[0], zmax: range[1], zauto: false, colorscale: SCALE, showscale: false, xgap: gap, ygap: gap,
-    ...(column >= 38 && height >= 20 ? { texttemplate: "%{z:.1f}", textfont: { size: 11.5 } } : {}),
-  };
-  const axis = { showgrid: false, zeroline: false, fixedrange: true, ticks: "" };
-  const layout = {
-    width, height: labels.length * height + 34, margin: { l: left, r: 8, t: 6, b: 28 }, ...looks(), dragmode: false,
-    xaxis: { ...axis, tickvals: everyX, ticktext: everyX.map((at) => plain(layers[at])), tickangle: 0, range: [-0.5, layers.length - 0.5] },
-    yaxis: { ...axis, tickvals: everyY, ticktext: everyY.map((at) => plain(names[at])), range: [labels.length - 0.5, -0.5] },
-  };
-  Plotly.react(box, [trace], layout, CONFIG);
-  scaleInPrint(box, layout);
+  box.replaceChildren();
+  const plot = new Plot(box, label, { x: [0, layers.length], y: [labels.length, 0], width, height: labels.length * height + 30, left });
+  cells.forEach((row, down) => row.forEach((cell, across) => {
+    if (!cell.length) return;
+    const value = valueOf(cell);
+    const { fill, ink } = colourOf(value);
+    const rect = plot.rect([across, across + 1], [down, down + 1], { fill, class: "cell" }, () => wordsOf(cell), gap);
+    rect.onclick = () => onclick(down);
+    if (column >= 32 && height >= 20) plot.text(plot.x(across + 0.5), plot.y(down + 0.5) + 4, value.toFixed(1), { fill: ink, class: "figure" });
+  }));
+  plot.below(layers.map((layer, at) => [at + 0.5, layer]));
+  plot.beside(labels.map((name, at) => [at + 0.5, shorten(name, most)]), false);
 }
 
 function buildMaps() {
@@ -158,9 +158,10 @@ function buildMaps() {
       const open = (module) => make("button", { type: "button", textContent: stack.modules[module], onclick: () => openExperts(at, module) });
       $("maps").append(make("div", { className: "looks" }, "Look into ", ...mixed.map(open)));
     }
-    stack.draw = () => drawMap(box, cellsOf(at), stack.modules, stack.layers, longest);
+    if (mixed.length) box.classList.add("mixed");
+    const look = (module) => mixed.includes(module) && openExperts(at, module);
+    stack.draw = () => drawMap(box, `SQNR: ${heading.textContent}`, cellsOf(at), stack.modules, stack.layers, longest, look);
     stack.draw();
-    box.on("plotly_click", ({ points }) => mixed.includes(points[0].y) && openExperts(at, points[0].y));
   });
 }
 
@@ -173,7 +174,7 @@ function openExperts(stack, module) {
   const box = make("div", { className: "map" });
   $("experts").hidden = false;
   $("experts").replaceChildren(make("h3", { textContent: modules[module] }, counts, close), box);
-  drawMap(box, cellsOf(stack, module), experts.map(String), layers, 4);
+  drawMap(box, `SQNR of experts: ${modules[module]}`, cellsOf(stack, module), experts.map(String), layers, 4);
 }
 
 // ---------------------------------------------------------------------------------------------------------- worst tensors
@@ -200,37 +201,40 @@ function buildWorst() {
   sheet.worst.forEach((one) => one.draw());
 }
 
-function drawTensor(box, { values, codes }) {
-  const traces = [];
-  const size = { width: box.clientWidth, height: (values ? 150 : 0) + (codes ? 130 : 0) + 8, margin: { l: 44, r: 6, t: 8, b: 26 } };
-  const layout = { ...size, ...looks(), bargap: 0.16, dragmode: false };
-  const axis = { fixedrange: true, zeroline: false, ticks: "" };
-  if (values) {
-    const step = (2 * values.limit) / values.source.length;
-    const x = values.source.map((_, at) => -values.limit + (at + 0.5) * step);
-    const counts = (list) => list.map((count) => Math.max(count, 0.5)); // a logarithm has no zero
-    const common = { type: "scatter", mode: "lines", x, yaxis: "y2", xaxis: "x2", line: { shape: "hvh", width: 1.5 } };
-    const told = { hovertemplate: "%{x:.3g}: %{customdata:,}<extra></extra>" };
-    traces.push({ ...common, ...told, y: counts(values.artifact), customdata: values.artifact, fill: "tozeroy", line: { ...common.line, width: 0 } });
-    traces.push({ ...common, ...told, y: counts(values.source), customdata: values.source });
-    const top = Math.log10(Math.max(...values.source, ...values.artifact, 10));
-    layout.xaxis2 = { ...axis, anchor: "y2", range: [-values.limit, values.limit], nticks: 7, showgrid: false };
-    const powers = { type: "log", range: [-0.3, top + 0.15], dtick: Math.max(1, Math.ceil(top / 3)), exponentformat: "power" };
-    layout.yaxis2 = { ...axis, ...powers, tickfont: { size: 10.5 }, anchor: "x2", domain: codes ? [0.57, 1] : [0, 1] };
-  }
-  if (codes) {
-    const total = codes.reduce((sum, count) => sum + count, 0) || 1;
-    const order = [15, 14, 13, 12, 11, 10, 9, 8, 0, 1, 2, 3, 4, 5, 6, 7]; // bit 3 is the sign
-    const label = (code) => `${code < 8 ? "" : "−"}${sheet.magnitudes[code % 8]}`;
-    const shares = { x: order.map((_, at) => at), y: order.map((code) => (100 * codes[code]) / total) };
-    const words = { text: order.map((code) => `code ${code}, ${label(code)}`), hovertemplate: "%{text}: %{y:.2f} %<extra></extra>" };
-    traces.push({ type: "bar", ...shares, ...words, textposition: "none" });
-    const told = order.map((_, at) => at).filter((at) => box.clientWidth > 420 || !/[.]|−0/.test(label(order[at])));
-    layout.xaxis = { ...axis, tickvals: told, ticktext: told.map((at) => label(order[at])), tickangle: 0, tickfont: { size: 10.5 }, range: [-0.6, 15.6] };
-    layout.yaxis = { ...axis, tickfont: { size: 10.5 }, ticksuffix: " %", nticks: 4, domain: values ? [0, 0.36] : [0, 1] };
-  }
-  Plotly.react(box, traces, layout, CONFIG);
-  scaleInPrint(box, layout);
+function drawTensor(box, { tensor, values, codes }) {
+  box.replaceChildren();
+  if (values) drawValues(box, tensors.name[tensor], values);
+  if (codes) drawCodes(box, tensors.name[tensor], codes);
+}
+
+function drawValues(box, name, { limit, source, artifact }) {
+  const power = (count) => Math.log10(Math.max(count, 0.5)); // a logarithm has no zero
+  const top = power(Math.max(...source, ...artifact, 10));
+  const ends = [-limit, limit];
+  const plot = new Plot(box, `values of ${name}`, { x: ends, y: [-0.3, top + 0.15], height: 150 });
+  const every = Math.max(1, Math.ceil(top / 4));
+  const powers = Array.from({ length: Math.floor(top / every) + 1 }, (_, at) => at * every);
+  plot.beside(powers.map((at) => [at, COMPACT.format(10 ** at)]));
+  plot.steps(ends, artifact.map(power), { class: "area" }, -0.3);
+  plot.steps(ends, source.map(power), { class: "outline" });
+  plot.below(ticksOf(ends, box.clientWidth / 60));
+  const middle = (at) => brief(-limit + ((at + 0.5) * 2 * limit) / source.length);
+  plot.columns(source.length, ends, (at) => [`about ${middle(at)}`, `original ${many(source[at], "value")}`, `quantized ${many(artifact[at], "value")}`]);
+}
+
+const CODES = [15, 14, 13, 12, 11, 10, 9, 8, 0, 1, 2, 3, 4, 5, 6, 7]; // by value; bit 3 is the sign
+function drawCodes(box, name, codes) {
+  const total = codes.reduce((sum, count) => sum + count, 0) || 1;
+  const label = (code) => `${code < 8 ? "" : "−"}${sheet.magnitudes[code % 8]}`;
+  const shares = CODES.map((code) => (100 * codes[code]) / total);
+  const most = Math.max(...shares);
+  const plot = new Plot(box, `codes of ${name}`, { x: [-0.6, 15.6], y: [0, most * 1.06], height: 118 });
+  plot.beside(ticksOf([0, most], 3, 1, " %"));
+  shares.forEach((value, at) => {
+    const words = () => [`code ${CODES[at]}, ${label(CODES[at])}`, `${value.toFixed(2)} % of the codes`];
+    plot.rect([at - 0.42, at + 0.42], [0, value], { class: at % 15 ? "bar" : "bar full" }, words);
+  });
+  plot.below(CODES.map((code, at) => [at, label(code)]).filter(([, text]) => box.clientWidth > 420 || !/[.]|−0/.test(text)));
 }
 
 // ------------------------------------------------------------------------------------------------------------- the table
@@ -238,36 +242,16 @@ function drawTensor(box, { values, codes }) {
 const COLUMNS = [ // key, heading, and how a value is told
   ["name", "tensor", String], ["format", "format", String], ["sqnr_db", "SQNR dB", (v) => number(v, 2)], ["mse", "MSE", brief],
   ["max_abs", "largest error", brief], ["cosine", "cosine", (v) => number(v, 5)], ["saturated", "saturated", share], ["zero", "zero", share],
-];
+].map(([key, word, told]) => ({ key, head: () => [word], value: (at) => tensors[key][at], cell: (at) => told(tensors[key][at]) }));
+const SQNR = COLUMNS.find(({ key }) => key === "sqnr_db"); // bad first, unknown last
+SQNR.last = (at) => (tensors.sqnr_db[at] === null ? (badness(at) < 0 ? -1 : 1) : 0);
 
-function buildTable() {
+function showTensors() {
+  $("list").hidden = !COUNT;
   if (!COUNT) return;
-  $("list").hidden = false;
-  const heads = COLUMNS.map(([key, word]) => {
-    const sort = () => { state.isDown = state.column === key && !state.isDown; state.column = key; fillTable(); };
-    return make("th", { scope: "col" }, make("button", { type: "button", textContent: word, onclick: sort }));
-  });
-  $("tensors").tHead.append(make("tr", {}, ...heads));
-  $("more").onclick = () => { state.shown += 4 * ROWS; fillTable(); };
-  fillTable();
-}
-
-function fillTable() {
   const wanted = [];
   for (let at = 0; at < COUNT; at++) if (isWanted(at)) wanted.push(at);
-  const values = tensors[state.column];
-  const sign = state.isDown ? -1 : 1;
-  const last = (at) => (values[at] === null ? (state.column === "sqnr_db" && badness(at) < 0 ? -1 : 1) : 0); // bad first, unknown last
-  wanted.sort((a, b) => last(a) - last(b) || sign * (values[a] < values[b] ? -1 : values[a] > values[b] ? 1 : 0));
-  const rows = wanted.slice(0, state.shown).map((at) => make("tr", {}, ...COLUMNS.map(([key, , told]) => make("td", { textContent: told(tensors[key][at]) }))));
-  $("tensors").tBodies[0].replaceChildren(...rows);
-  [...$("tensors").tHead.rows[0].cells].forEach((cell, at) => {
-    if (COLUMNS[at][0] === state.column) cell.setAttribute("aria-sort", state.isDown ? "descending" : "ascending");
-    else cell.removeAttribute("aria-sort");
-  });
-  $("more").hidden = wanted.length <= state.shown;
-  $("more").textContent = `Show more of ${wanted.length.toLocaleString("en")}`;
-  $("matches").textContent = wanted.length === COUNT ? many(COUNT, "tensor") : `${wanted.length.toLocaleString("en")} of ${many(COUNT, "tensor")}`;
+  fillTable($("tensors"), COLUMNS, wanted, COUNT, "tensor");
 }
 
 function redraw() {
@@ -275,23 +259,13 @@ function redraw() {
   if (state.open) openExperts(...state.open);
 }
 
-function listen() {
-  const filter = () => {
-    state.words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean).map(globbed);
-    state.below = $("below").value === "" ? Infinity : Number($("below").value);
-    state.merge = $("merge").value;
-    state.shown = ROWS;
-    redraw();
-    if (COUNT) fillTable();
-  };
-  $("tools").addEventListener("input", soon(filter));
-  $("tools").addEventListener("submit", (event) => event.preventDefault());
-  let width = document.documentElement.clientWidth;
-  addEventListener("resize", soon(() => {
-    if (width === (width = document.documentElement.clientWidth) || matchMedia("print").matches) return;
-    redraw();
-    sheet.worst.forEach((one) => one.draw());
-  }));
+function filter() {
+  state.words = searched();
+  state.below = $("below").value === "" ? Infinity : Number($("below").value);
+  state.merge = $("merge").value;
+  state.shown = ROWS;
+  redraw();
+  showTensors();
 }
 
 // -------------------------------------------------------------------------------------------------- groups and findings
@@ -325,10 +299,11 @@ function buildAnswers() {
 }
 
 fillHead();
+fillCard();
 buildAnswers();
 buildGroups();
 buildFindings();
 buildMaps();
-buildTable();
-listen();
+showTensors();
+listen(filter, () => { redraw(); sheet.worst.forEach((one) => one.draw()); });
 requestAnimationFrame(() => setTimeout(() => { buildWorst(); document.body.dataset.state = "drawn"; }));

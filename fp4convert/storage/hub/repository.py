@@ -16,6 +16,7 @@ from fp4convert.storage.checkpoint_files import (
     ENGINE_RECORD,
     INDEX,
     OTHER_WEIGHTS,
+    PAGE,
     RECORD,
     REPORT,
     SIGNATURE,
@@ -28,7 +29,7 @@ from fp4convert.storage.json_text import MISSHAPEN
 
 RECORD_LIMIT = 64 << 20  # bytes of an earlier artifact's record; a longer one is not read
 # Files of an earlier artifact that would contradict ours.
-STALE = frozenset({ENGINE_RECORD, REPORT, SIGNATURE})
+STALE = frozenset({ENGINE_RECORD, REPORT, PAGE, SIGNATURE})
 
 
 class UploadedFile(NamedTuple):
