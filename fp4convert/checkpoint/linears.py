@@ -36,6 +36,7 @@ from fp4convert.storage.source import Checkpoint, Source
 
 if TYPE_CHECKING:
     from fp4convert.checkpoint.adapters.peft import Adapter
+    from fp4convert.checkpoint.encodings.from_base import Base
 
 HIDDEN_SIZES = ("hidden_size", "moe_hidden_size")  # of config.json; experts may read fewer columns
 
@@ -51,6 +52,7 @@ class Linears:
     vectors  weights of norms and biases that a fold, an adapter or tiles change, by name; each as a
              matrix of one row
     adapter  applied to some of them
+    base     the checkpoint that has some in eight bits
     renamed  prefix of the adapter's names, and of the model's
     folds    places of factors that weights hold, those of the source first
     notes    what a person should know of these
@@ -62,6 +64,7 @@ class Linears:
     idle: tuple[TensorRef, ...] = ()
     vectors: Mapping[str, Linear] = field(default_factory=dict)
     adapter: Adapter | None = None
+    base: Base | None = None
     renamed: tuple[str, str] = ("", "")
     folds: tuple[FoldUse, ...] = ()
     notes: tuple[str, ...] = ()

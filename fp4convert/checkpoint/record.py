@@ -33,6 +33,7 @@ from fp4convert.storage.checkpoint_files import RECORD
 
 # Keys of the record.
 ADAPTER = "adapter"
+BASE = "base"
 PADDING = "padding"
 DECODED = "decoded"  # tensors in formats that the dialect lacks
 GOAL = "target"

@@ -191,6 +191,7 @@ class Linear(NamedTuple):
     idle    other tensors, which only engines use; they do not travel with its values
     stack   the tensor that holds it beside matrices of other modules; None: it has its own
     share   how many such matrices of equal size the refs hold
+    eight   the same matrix in eight bits, out of another checkpoint: taken if it stays unchanged
     """
 
     module: str
@@ -200,6 +201,7 @@ class Linear(NamedTuple):
     idle: tuple[TensorRef, ...] = ()
     stack: TensorRef | None = None
     share: int = 1
+    eight: Linear | None = None
 
     @property
     def name(self) -> str:
