@@ -47,8 +47,8 @@ class Linears:
 
     of       by module
     unruled  stacks of expert matrices whose layout no recipe gives
-    idle     scales of a quantized cache of keys and values beside packed layers, and marks of
-             ComfyUI; only engines use them
+    idle     scales of a quantized cache of keys and values, and marks of ComfyUI; only engines use
+             them
     vectors  weights of norms and biases that a fold, an adapter or tiles change, by name; each as a
              matrix of one row
     adapter  applied to some of them
@@ -206,7 +206,10 @@ def linears_of(
         and recipe.stack_rule(ref.name, ref.shape) is None
     ]
     is_packed = any(linear.coding.is_packed for linear in of.values())
-    idle = [ref for ref in refs if is_mark(ref) or (is_packed and ref.name.endswith(CACHE_SCALES))]
+    # Scalars beside floats too: the cache alone may be quantized.
+    cached = [ref for ref in refs if ref.name.endswith(CACHE_SCALES)]
+    cached = [ref for ref in cached if is_packed or ref.elements == 1]
+    idle = [*filter(is_mark, refs), *cached]
     linears = Linears(of, tuple(unruled), tuple(idle))
     _refuse_unreadable(clues, linears)
     return linears
@@ -303,7 +306,8 @@ def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
         detail = f"{prefix}{named.file}: {named.name!r} ({named.dtype} {list(named.shape)})"
         detail = f"{detail} is already quantized, in a way that fp4convert does not read"
         raise InputError("already-quantized", detail, next_step, named.name)
-    if clues.is_recorded and not linears.is_packed:
+    is_cache_alone = any(ref.name.endswith(CACHE_SCALES) for ref in linears.idle)
+    if clues.is_recorded and not linears.is_packed and not is_cache_alone:
         method = clues.record.get("quant_method", "modelopt")
         detail = f"{prefix}config.json: the checkpoint is already quantized, by {method!r}"
         detail = f"{detail}; no tensor is stored in a way that fp4convert reads"
