@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from fp4convert.checkpoint.encodings.base import Linear, is_fp8
+from fp4convert.checkpoint.encodings.base import Base, Linear, is_fp8
 from fp4convert.checkpoint.encodings.fp8 import Fp8
-from fp4convert.checkpoint.encodings.from_base import SAME_MODEL, Base, FromBase
+from fp4convert.checkpoint.encodings.from_base import SAME_MODEL, FromBase
 from fp4convert.checkpoint.linears import Linears, find_linears
 from fp4convert.errors import InputError
 from fp4convert.progress import count_text

@@ -161,7 +161,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         Reference | None,
         Option(
             "Take what stays from this FP8 or MXFP8 checkpoint of the same model, bit for bit.",
-            panel=TARGET,
+            panel=MODULES,
             is_rare=True,
         ),
     ] = None

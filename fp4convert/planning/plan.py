@@ -26,7 +26,7 @@ from fp4convert.storage.source import Checkpoint, Source
 
 if TYPE_CHECKING:
     from fp4convert.checkpoint.adapters.peft import Adapter
-    from fp4convert.checkpoint.encodings.from_base import Base
+    from fp4convert.checkpoint.encodings.base import Base
 
 
 class Idle(NamedTuple):

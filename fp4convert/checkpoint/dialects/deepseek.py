@@ -101,10 +101,6 @@ def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, 
         detail = f"{stem} is four-bit; dialect deepseek holds only routed experts"
         detail = f"{detail}, named ...experts.N.w1, w2 and w3"
         raise ChoiceError("dialect-module", detail, tensor=stem)
-    if form.format is NVFP4 and not form.has_input_scale:
-        detail = f"{stem or 'an expert'} is NVFP4, and engines of dialect deepseek quantize"
-        detail = f"{detail} activations of such experts, too; expected --activations 4"
-        raise ChoiceError("dialect-activations", detail, "Add --activations 4.", stem or None)
     return _table(form).outputs(stem, shape, form)
 
 
@@ -139,6 +135,11 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
         detail = "FP8 beside four-bit experts has scales in float32; engines of dialect deepseek"
         step = "Leave --keep-packed out; or choose another --dialect: modelopt."
         raise ChoiceError("dialect-mixed", f"{detail} expect powers of two in F8_E8M0", step)
+    if any(form.format is NVFP4 and not form.has_input_scale for form in forms):
+        detail = "engines of dialect deepseek quantize activations of NVFP4 experts, too"
+        raise ChoiceError(
+            "dialect-activations", f"{detail}; expected --activations 4", "Add --activations 4."
+        )
     experts: Json = {"expert_dtype": "fp4"} if fmt.is_fp4 else {}
     nvfp4: Json = {}
     if fmt is NVFP4:

@@ -11,11 +11,8 @@ for what is up to 512 scales, as the OCP's floor rule leaves it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -34,24 +31,6 @@ from fp4convert.storage.source import Source
 NORMAL, SUBNORMAL = (1 + 1 / 8) / 16, (1 + 1 / 8) / 1024
 SATURATED = (512 - E4M3_MAX) / 512  # of a weight that a code of 448 stands for
 SAME_MODEL = "Give the FP8 release of the same model and version, or leave --base out."
-
-
-class Base(NamedTuple):
-    """The checkpoint that modules in eight bits are taken from.
-
-    taken  of every module its name, coding and shape, which a record hashes
-    """
-
-    name: str
-    repo: str | None
-    revision: str | None
-    taken: tuple[tuple[str, str, tuple[int, int]], ...]
-
-    def as_record(self) -> dict[str, object]:
-        """Describe it in a record, without a path."""
-        text = json.dumps(self.taken)
-        sha256 = hashlib.sha256(text.encode()).hexdigest()
-        return {"repo": self.repo, "revision": self.revision, "headers_sha256": sha256}
 
 
 @dataclass(frozen=True, slots=True)
