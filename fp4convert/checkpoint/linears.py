@@ -36,6 +36,7 @@ from fp4convert.storage.source import Checkpoint, Source
 
 if TYPE_CHECKING:
     from fp4convert.checkpoint.adapters.peft import Adapter
+    from fp4convert.checkpoint.encodings.base import Base
 
 HIDDEN_SIZES = ("hidden_size", "moe_hidden_size")  # of config.json; experts may read fewer columns
 
@@ -46,11 +47,12 @@ class Linears:
 
     of       by module
     unruled  stacks of expert matrices whose layout no recipe gives
-    idle     scales of a quantized cache of keys and values beside packed layers, and marks of
-             ComfyUI; only engines use them
+    idle     scales of a quantized cache of keys and values, and marks of ComfyUI; only engines use
+             them
     vectors  weights of norms and biases that a fold, an adapter or tiles change, by name; each as a
              matrix of one row
     adapter  applied to some of them
+    base     the checkpoint that has some in eight bits
     renamed  prefix of the adapter's names, and of the model's
     folds    places of factors that weights hold, those of the source first
     notes    what a person should know of these
@@ -62,6 +64,7 @@ class Linears:
     idle: tuple[TensorRef, ...] = ()
     vectors: Mapping[str, Linear] = field(default_factory=dict)
     adapter: Adapter | None = None
+    base: Base | None = None
     renamed: tuple[str, str] = ("", "")
     folds: tuple[FoldUse, ...] = ()
     notes: tuple[str, ...] = ()
@@ -203,7 +206,10 @@ def linears_of(
         and recipe.stack_rule(ref.name, ref.shape) is None
     ]
     is_packed = any(linear.coding.is_packed for linear in of.values())
-    idle = [ref for ref in refs if is_mark(ref) or (is_packed and ref.name.endswith(CACHE_SCALES))]
+    # Scalars beside floats too: the cache alone may be quantized.
+    cached = [ref for ref in refs if ref.name.endswith(CACHE_SCALES)]
+    cached = [ref for ref in cached if is_packed or ref.elements == 1]
+    idle = [*filter(is_mark, refs), *cached]
     linears = Linears(of, tuple(unruled), tuple(idle))
     _refuse_unreadable(clues, linears)
     return linears
@@ -300,7 +306,8 @@ def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
         detail = f"{prefix}{named.file}: {named.name!r} ({named.dtype} {list(named.shape)})"
         detail = f"{detail} is already quantized, in a way that fp4convert does not read"
         raise InputError("already-quantized", detail, next_step, named.name)
-    if clues.is_recorded and not linears.is_packed:
+    is_cache_alone = any(ref.name.endswith(CACHE_SCALES) for ref in linears.idle)
+    if clues.is_recorded and not linears.is_packed and not is_cache_alone:
         method = clues.record.get("quant_method", "modelopt")
         detail = f"{prefix}config.json: the checkpoint is already quantized, by {method!r}"
         detail = f"{detail}; no tensor is stored in a way that fp4convert reads"

@@ -33,7 +33,9 @@ from fp4convert.storage.checkpoint_files import RECORD
 
 # Keys of the record.
 ADAPTER = "adapter"
+BASE = "base"
 PADDING = "padding"
+SCALE_WORDS = {dtype: kind.word for dtype, kind in FLOAT_TYPES.items()} | {"F8_E8M0": "e8m0"}
 DECODED = "decoded"  # tensors in formats that the dialect lacks
 GOAL = "target"
 OPTIONS = "options"  # that the bytes depend on
@@ -206,7 +208,7 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
             "block_size": list(form.granularity or ()) if is_block else None,
             "granularity": "block" if is_block else form.granularity,
             "element_dtype": fmt.element_dtype,
-            "scale_dtype": FLOAT_TYPES[form.stored_scales].word,
+            "scale_dtype": SCALE_WORDS[form.stored_scales],
             "scale_layout": "linear",
             "scale_padding": None,
             "nibble_order": "low_first" if fmt is INT4 else None,
@@ -292,7 +294,7 @@ def _form_recorded(record: Mapping[str, object], traits: Traits) -> Form:
         if type(rank) is int and rank > 0:
             form = replace(form, rank=rank)
     else:
-        words = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}
+        words = {word: dtype for dtype, word in SCALE_WORDS.items()}
         granularity: Granularity
         match record.get("granularity"), record.get("block_size"):
             case "tensor" | "row" as word, _:

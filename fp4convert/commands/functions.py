@@ -69,6 +69,7 @@ def quantize(
     fit: float | str | None = None,
     context: int | None = None,
     keep_packed: bool = False,
+    base: Reference | None = None,
     keep_dtype: str | None = None,
     draft: str | None = None,
     pad_for_tp: int | None = None,
@@ -120,6 +121,7 @@ def quantize(
         what it leaves beside the cache of --context tokens and a tenth for the engine.
     context: With --fit: tokens of the cache. Default: up to 32768.
     keep_packed: Do not expand kept FP8, int4 and FP4 modules to bf16.
+    base: Take what stays from this FP8 or MXFP8 checkpoint of the same model, bit for bit.
     keep_dtype: Write kept fp32 matrices, and packed ones that become floats, as this; vectors and
         routers stay as they are. q8_0 is for --dialect gguf, and kept matrices of 16 bits become
         it, too. One of: bf16, fp16, q8_0.
@@ -215,6 +217,7 @@ def preview_quantize(
     fit: float | str | None = None,
     context: int | None = None,
     keep_packed: bool = False,
+    base: Reference | None = None,
     keep_dtype: str | None = None,
     draft: str | None = None,
     pad_for_tp: int | None = None,
@@ -878,6 +881,7 @@ def reproduce(
     warn: Callable[[Iterable[str]], None] | None = None,
     device: str = "auto",
     source: Reference | None = None,
+    base: Reference | None = None,
     calibration: Reference | None = None,
     lora: Reference | Iterable[Reference] | None = (),
     global_scale: Reference | None = None,
@@ -896,6 +900,7 @@ def reproduce(
 
     artifact: An artifact, or its quantization_config.json alone: a folder, a file, or ORG/NAME.
     source: What it was made from. Default: the repository and commit in the record.
+    base: What quantize had as --base.
     calibration: Statistics of this source, a file made by fp4convert calibrate.
     lora: The LoRA adapter that --source was merged with, as quantize --lora had it.
     global_scale: What quantize had as --global-scale.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4convert.checkpoint.artifact import open_artifact
-from fp4convert.checkpoint.record import ADAPTER, OPTIONS, TRANSCODED
+from fp4convert.checkpoint.record import ADAPTER, BASE, OPTIONS, TRANSCODED
 from fp4convert.conversion.recorded_options import FILES, WHERE, as_page, read_options
 from fp4convert.conversion.repacking import prepare_transcode, transcode
 from fp4convert.conversion.work import Work, prepare
@@ -152,7 +152,8 @@ def _asked(
         if given is not None:
             words[name] = given
         elif name in words:
-            commit = _text_in(record, ADAPTER, "revision") if name == "lora" else None
+            entry = {"base": BASE, "lora": ADAPTER}.get(name, "")
+            commit = _text_in(record, entry, "revision")
             words[name] = as_page(words[name], commit)
     source = options.source or _recorded_source(origin)
     if not source or (not options.source and os.path.exists(source)):

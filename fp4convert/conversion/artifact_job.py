@@ -12,7 +12,7 @@ from typing import Any
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Group, with_fused
 from fp4convert.checkpoint.dialects.registry import dialect_named
-from fp4convert.checkpoint.record import PADDING, RecordContents, make_record
+from fp4convert.checkpoint.record import BASE, PADDING, RecordContents, make_record
 from fp4convert.engines.module_names import engine_names
 from fp4convert.execution.job import Job
 from fp4convert.planning.plan import Plan
@@ -114,6 +114,8 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     if plan.adapter:
         contents = contents._replace(adapter=plan.adapter.as_record())
     record = make_record(plan.target, contents, producer, origin)
+    if plan.base:
+        record[BASE] = plan.base.as_record()
     if padding := source.checkpoint.padding:
         record[PADDING] = padding.record
     replaced = ENGINE_RECORDS | texts.keys() | own_card(source)

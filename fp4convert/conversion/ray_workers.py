@@ -29,6 +29,7 @@ from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.activation_scales import whole_reference
 from fp4convert.planning.plan import Plan
 from fp4convert.planning.steps import Task
+from fp4convert.recipes.options import Reference
 from fp4convert.recipes.rules import FormatRule
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Source
@@ -56,8 +57,9 @@ def work_on_node(
         source = open_source(os.fspath(options.source), options.access())
         source = source_as_asked(source, options)
         settings = Settings(options.device, options.workers, is_joining=True)
-        plan = prepare_quantize(take_apart(source, options), formats)
-        return quantize(source, plan, options.folder, settings)
+        request = take_apart(source, options)
+        plan = prepare_quantize(request, formats)
+        return quantize(request.source, plan, options.folder, settings)
     except Fp4Error as error:
         return {
             "kind": type(error),
@@ -102,7 +104,11 @@ def options_for_nodes(options: QuantizeOptions, source: Source) -> QuantizeOptio
     Paths are whole, the commit is the one that was found, and nothing prints.
     """
     checkpoint, reference = source.checkpoint, os.fspath(options.source)
-    file, token, scales = options.calibration, options.known_token, options.global_scale
+    file, token = options.calibration, options.known_token
+
+    def whole(reference: Reference | None) -> str | None:
+        return None if reference is None else str(whole_reference(os.fspath(reference)))
+
     return replace(
         options,
         source=reference if checkpoint.repo else str(Path(reference).absolute()),
@@ -111,7 +117,8 @@ def options_for_nodes(options: QuantizeOptions, source: Source) -> QuantizeOptio
         token=token or (os.environ.get("HF_TOKEN") if checkpoint.repo else None),
         calibration=None if file is None else str(Path(file).absolute()),
         input_scale=whole_reference(options.input_scale),
-        global_scale=None if scales is None else str(whole_reference(os.fspath(scales))),
+        global_scale=whole(options.global_scale),
+        base=whole(options.base),
         tell=ignore,
         phases=None,
         warn=None,

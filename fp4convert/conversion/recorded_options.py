@@ -33,7 +33,7 @@ from fp4convert.storage.open import GGUF_FILE, REPOSITORY, Place, page_of, read_
 from fp4convert.storage.source import Access, Source, subfolder_of
 
 # Options whose value may be a file: a name, a number or ORG/NAME is said as it is.
-FILES = ("calibration", "lora", "global_scale", "input_scale", "recipe", "config")
+FILES = ("base", "calibration", "lora", "global_scale", "input_scale", "recipe", "config")
 WHERE = ("revision", "subfolder")  # in a repository
 SIZE = re.compile(r"\d\.\d{16}e[+-]\d\d")  # as --target-size is written
 
@@ -48,6 +48,7 @@ def options_recorded(
     taken = dict.fromkeys(FILES, "0" * SHA256_DIGITS)
     if plan is not None:
         told: dict[str, Callable[[], object]] = {
+            "base": lambda: plan.base and plan.base.taken,
             "lora": lambda: plan.adapter and sorted(plan.adapter.sha256.items()),
             "global_scale": lambda: plan.amaxes,
             "input_scale": lambda: plan.scalars,

@@ -23,6 +23,7 @@ from fp4convert.checkpoint.expert_stacks import find_stacks, rules_of, rules_of_
 from fp4convert.checkpoint.linears import find_linears, others_of
 from fp4convert.checkpoint.record import (
     ADAPTER,
+    BASE,
     DECODED,
     OPTIONS,
     PADDING,
@@ -56,7 +57,7 @@ from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import FLOAT_TYPES, FP4_FORMATS, Format, dtype_named, format_named
 from fp4convert.options.arguments import check_keep_dtype
 from fp4convert.options.rewriting import TranscodeOptions
-from fp4convert.planning.gguf_template import PLACELESS, Framed, name_replaced, place_modules
+from fp4convert.planning.gguf_template import PLACELESS, name_replaced, place_modules
 from fp4convert.planning.kept_dtype import held_form, unheld
 from fp4convert.planning.kv_cache_scales import carry_cache
 from fp4convert.planning.plan import Plan
@@ -75,6 +76,7 @@ from fp4convert.quality.scale_checks import (
     read_global_scales,
 )
 from fp4convert.recipes.recipe import Target, model_recipe
+from fp4convert.storage.joined import JoinedSource
 from fp4convert.storage.json_text import as_text, unquantized
 from fp4convert.storage.source import Source, refusing
 
@@ -186,7 +188,7 @@ def _plan_framed(
         raise InputError("template", detail, "Leave it out.")
     _check_unit_scales(artifact, donor)
     refuse_other_matrices(artifact.source.checkpoint, contents)
-    framed = Framed(donor, artifact.source).checkpoint
+    framed = JoinedSource(donor, artifact.source, has_sidecars=False).checkpoint
     with refusing(artifact.source), refusing(donor):
         placed = place_modules(artifact, contents.others, donor)
         replaced = name_replaced(artifact, contents.others, donor)
@@ -381,7 +383,9 @@ def transcode(
     Raises  OutputError as open_output does
     """
     refuse_harmed(artifact.source, output, settings)
-    source = Framed(donor, artifact.source) if donor else artifact.source
+    source = artifact.source
+    if donor:
+        source = JoinedSource(donor, source, has_sidecars=False)
     record, recorded = artifact.record, artifact.record.get("source")
     # Where the record says that the weights come from.
     known = recorded if isinstance(recorded, dict) else {}
@@ -389,7 +393,7 @@ def transcode(
     origin: dict[str, object] = {name: _text_in(known, name) for name in names}
     job = replace(artifact_job(source, plan, origin), action="transcode")
     if job.record:
-        told = {key: record[key] for key in (ADAPTER, PADDING) if key in record}
+        told = {key: record[key] for key in (ADAPTER, BASE, PADDING) if key in record}
         steps = [step for step in plan.steps if step.action == "dequantize"]
         if decoded := sorted(output.name for step in steps for output in step.outputs):
             told[DECODED] = decoded

@@ -82,6 +82,7 @@ def source_as_asked(source: Source, options: QuantizeOptions) -> Source:
         "--calibration": options.calibration,
         "--lora": options.lora,
         "--global-scale": options.global_scale,
+        "--base": options.base,
     }
     from fp4convert.planning.tensor_parallel import OPTION, pad_for_ranks
 
@@ -141,6 +142,10 @@ def take_apart(source: Source, options: QuantizeOptions) -> Request:
     if is_fitted and calibration and calibration.loss_formats:
         # A size in bytes would change the size.
         goal = {"bits": options.target_bits, "minimized": calibration.loss_kind}
+    if options.base is not None:
+        from fp4convert.checkpoint.grafted import graft, open_base
+
+        source, linears = graft(source, linears, open_base(options.base, options.access()))
     recorded = partial(options_recorded, options, source, recipe.target)
     checks = tuple(_checks(source, scalars, options, is_fitted))
     return Request(source, recipe, linears, scalars, recorded, checks, goal)
@@ -314,6 +319,7 @@ def _refuse_idle_for(fmt: Format, options: QuantizeOptions) -> None:
     given = {
         "--method": options.method if options.method != METHODS[0] and not options.lora else None,
         "--via": options.via,
+        "--base": options.base,
     }
     for option, word in given.items():
         if word is not None:

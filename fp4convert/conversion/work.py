@@ -54,6 +54,7 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
         fitted = None
         with refusal:
             request = take_apart(source, options)
+            source = request.source
             if goal:
                 settings = Settings(options.device, options.workers, tell=options.tell)
                 settings = replace(settings, phases=phases) if phases else settings
@@ -74,12 +75,14 @@ def _prepare_pipeline(
     from fp4convert.conversion.diffusers import PipelineConversion, component_options
     from fp4convert.planning.tensor_parallel import OPTION
 
-    if options.lora or options.pad_for_tp or is_fitted:
+    if options.lora or options.base or options.pad_for_tp or is_fitted:
         source.stop()
         detail = f"{options.source} is a pipeline of several checkpoints; expected one, for"
         step = f"Name one: {shell_line('--subfolder', next(iter(components)))}"
         if options.lora:
             raise InputError("adapter-option", f"{detail} --lora", step)
+        if options.base:
+            raise InputError("base-mismatch", f"{detail} --base", step)
         if options.pad_for_tp:
             raise InputError("pad-option", f"{detail} {OPTION}", step)
         raise InputError("target-pipeline", f"{detail} a size that is asked for", step)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from fp4convert.checkpoint.dialects.tables import Part, encode_int4
 from fp4convert.checkpoint.encodings.base import Linear, input_scale_of, room_for
 from fp4convert.checkpoint.encodings.fp8 import as_stored, block_of, decode_scales
-from fp4convert.makers.maker import Fact, Maker, Parts, Tools
+from fp4convert.errors import NumericError
+from fp4convert.makers.maker import Fact, Maker, Parts, Tools, UnsoundShardError
 from fp4convert.makers.methods.protected import low_ranks_of, measure
 from fp4convert.makers.spelling import NO_BYTES, Losses, Spelling, naming, reach_over
 from fp4convert.makers.unit import Stem, Unit, fold_refs
@@ -48,7 +49,10 @@ class Eight(Maker):
     def parts(self, tools: Tools) -> Parts:
         linear, form = self.linear, self.spelling.form
         if self.rule is None:
-            yield from self._encode(linear.coding.kept(linear, tools.source, form), tools)
+            try:
+                yield from self._encode(linear.coding.kept(linear, tools.source, form), tools)
+            except NumericError as error:
+                raise UnsoundShardError([error]) from None
             return (Fact("taken_over", self.stem.name),)
         losses = Losses(self.stem.name, [linear], form)
         rounded = closing(self._rounded(tools, losses))

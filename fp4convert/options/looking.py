@@ -141,6 +141,7 @@ class ReproduceOptions(DeviceOptions):
             panel=QUALITY,
         ),
     ] = None
+    base: Annotated[Reference | None, Option("What quantize had as --base.", panel=QUALITY)] = None
     calibration: Statistics = None
     lora: Merged = ()
     global_scale: Annotated[

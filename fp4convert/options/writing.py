@@ -157,6 +157,14 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             "Do not expand kept FP8, int4 and FP4 modules to bf16.", panel=MODULES, is_rare=True
         ),
     ] = False
+    base: Annotated[
+        Reference | None,
+        Option(
+            "Take what stays from this FP8 or MXFP8 checkpoint of the same model, bit for bit.",
+            panel=MODULES,
+            is_rare=True,
+        ),
+    ] = None
     keep_dtype: KeptDtype = None
     draft: Annotated[
         str | None,

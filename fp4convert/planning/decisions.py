@@ -145,12 +145,13 @@ class _Judge(NamedTuple):
         # The residual of a correction has its own scale.
         is_shared = fmt.has_global_scale and form.rank is None
         group = self.groups.get(linear.module) if is_shared else None
-        is_same = fmt.is_fp8 and linear.coding.format is fmt
-        if is_same and (own := held_form(linear, self.recipe.target)):
+        stored = _in_eight_bits(linear)
+        is_same = fmt.is_fp8 and stored.coding.format is fmt
+        if is_same and (own := held_form(stored, self.recipe.target)):
             return Verdict(
-                linear,
+                stored,
                 "copy",
-                f"{linear.coding.word} already: the same codes and scales",
+                f"{stored.coding.word} already: the same codes and scales",
                 own,
                 group,
                 stays=True,
@@ -193,10 +194,11 @@ class _Judge(NamedTuple):
 
         Without --keep-packed it becomes bf16: no record would describe it to engines.
         """
-        word = linear.coding.word
+        is_grafted = (stored := _in_eight_bits(linear)) is not linear
+        linear, word = stored, stored.coding.word
         if not linear.coding.is_packed or linear.coding.is_at_home:
             return Verdict(linear, action, reason)
-        if not self.recipe.keeps_packed or linear.coding.change:
+        if not (self.recipe.keeps_packed or is_grafted) or linear.coding.change:
             change = f", {linear.coding.change}" if linear.coding.change else ""
             spec = expanded_spec(linear.module + WEIGHT, linear.shape, self.recipe)
             became = f"{word} becomes {word_of(spec.dtype)}{change}"
@@ -206,7 +208,8 @@ class _Judge(NamedTuple):
         if form is None and (cast := self._cast_draft(linear)):
             return cast._replace(reason=f"{reason}; {cast.reason}")
         if form is None:
-            next_step = "Leave --keep-packed out, and it becomes bf16; or choose another --dialect."
+            option = "--base" if is_grafted else "--keep-packed"
+            next_step = f"Leave {option} out, and it becomes bf16; or choose another --dialect."
             raise unheld(linear, self.recipe.target, next_step, beside)
         action = "transcode" if form.format.is_fp4 else "copy"
         return Verdict(linear, action, f"{reason}; kept as {word}", form, stays=True)
@@ -240,6 +243,11 @@ class _Judge(NamedTuple):
             if (coding.format, fmt) == (MXFP4, NVFP4)
             else ""
         )
+
+
+def _in_eight_bits(linear: Linear) -> Linear:
+    """Return a linear layer, as --base holds it if nothing changes it."""
+    return linear if linear.coding.change or linear.eight is None else linear.eight
 
 
 def _origin(linear: Linear) -> str:

@@ -10,10 +10,7 @@ llama.cpp's Llama, in which the two halves of every head of q and k take turns
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,71 +43,6 @@ OTHER_WEIGHTS = (
     "Give a GGUF file of the same model: --template FILE.gguf. Where factors were folded into"
     " weights and norms (awq), none fits: quantize the GGUF file itself."
 )
-
-
-class Framed:
-    """A source of two: a donor's checkpoint, and the bytes of an artifact."""
-
-    def __init__(self, donor: Source, artifact: Source) -> None:
-        self.name = donor.name
-        self.is_streamed = donor.is_streamed
-        self._donor = donor
-        self._artifact = artifact
-        stamps = {**artifact.checkpoint.stamps, **donor.checkpoint.stamps}
-        self.checkpoint = donor.checkpoint._replace(sidecars=(), stamps=stamps)
-        self._files = {shard.file for shard in donor.checkpoint.shards}
-
-    def read(self, ref: TensorRef) -> memoryview:
-        return self._owner(ref.file).read(ref)
-
-    def read_into(self, ref: TensorRef, start: int, buffer: memoryview) -> None:
-        self._owner(ref.file).read_into(ref, start, buffer)
-
-    def read_range(self, ref: TensorRef, start: int, stop: int) -> memoryview:
-        return self._owner(ref.file).read_range(ref, start, stop)
-
-    def has_file(self, file: str) -> bool:
-        return self._donor.has_file(file)
-
-    def open_file(self, file: str) -> BinaryIO:
-        return self._donor.open_file(file)
-
-    def file_nbytes(self, file: str) -> int:
-        return self._donor.file_nbytes(file)
-
-    def check_unchanged(self, shard: str) -> None:
-        self._owner(shard).check_unchanged(shard)
-
-    @contextmanager
-    def proving(self, shards: Collection[str]) -> Iterator[None]:
-        own = self._files.intersection(shards)
-        with self._donor.proving(own), self._artifact.proving(set(shards) - own):
-            yield
-
-    def distrust(self) -> None:
-        self._donor.distrust()
-        self._artifact.distrust()
-
-    def holds(self, path: Path) -> bool:
-        return self._donor.holds(path) or self._artifact.holds(path)
-
-    def stream(self, file: str) -> AbstractContextManager[None]:
-        return self._owner(file).stream(file)
-
-    def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
-        return self._artifact.room_for(nbytes, refs)
-
-    def held_nbytes(self, groups: Iterable[int], at_once: int) -> int:
-        both = (self._donor, self._artifact)
-        groups = [*groups]  # both ask
-        return sum(source.held_nbytes(groups, at_once) for source in both)
-
-    def stop(self) -> None:
-        self._donor.stop()
-        self._artifact.stop()
-
-    def _owner(self, file: str) -> Source:
-        return self._donor if file in self._files else self._artifact
 
 
 def place_modules(

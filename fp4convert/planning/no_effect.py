@@ -47,6 +47,11 @@ def find_idle(
         "--keep-packed": recipe.keeps_packed and not linears.is_packed and PACKED,
         "--stack-order": recipe.options.stack_order and not has_stacks and STACK,
     }
+    if linears.base:
+        taken = (linears.of[module].eight is verdict.linear for module, verdict in verdicts.items())
+        lacking["--base"] = (
+            not any(taken) and f"modules that stay and have FP8 in {linears.base.name}"
+        )
     if recipe.asked_draft and not (
         any(map(recipe.is_draft, linears.of)) or is_draft_head(linears.of)
     ):

@@ -26,6 +26,7 @@ from fp4convert.storage.source import Checkpoint, Source
 
 if TYPE_CHECKING:
     from fp4convert.checkpoint.adapters.peft import Adapter
+    from fp4convert.checkpoint.encodings.base import Base
 
 
 class Idle(NamedTuple):
@@ -55,6 +56,7 @@ class Plan:
     excluded     number of linear layers that --exclude keeps
     calibration  path of the file of statistics, whose sha256 the target has
     adapter      the merged adapter, whose hash the target has
+    base         the checkpoint that modules in eight bits come from
     goal         purpose of the formats of modules, as our record words it
     left_out     tensor of the source without an output -> the reason
     scalars      float32 numbers that no tensor of the source holds, by the name of their step
@@ -74,6 +76,7 @@ class Plan:
     idle: tuple[Idle, ...] = ()
     excluded: int = 0
     adapter: Adapter | None = None
+    base: Base | None = None
     goal: Mapping[str, object] | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, object] | None = None

@@ -168,6 +168,7 @@ def _added(linears: Linears, scalars: Scalars, drafts: Sequence[Draft]) -> dict[
     sources = (scalars.inputs.source, scalars.weights.source if scalars.weights else None)
     return {
         "adapter": linears.adapter,
+        "base": linears.base,
         "judged": linears.judged,
         "folds": linears.folds,
         "calibration": str(scalars.calibration.path) if scalars.calibration else None,

@@ -409,7 +409,9 @@ def test_targets_fit_their_modules_and_no_others(first, second):
     assert not any(target.match(other) for target in targets for other in others)
 
 
-@pytest.mark.parametrize("name", [name for name in DIALECTS if name not in (CT, MO, "comfy")])
+@pytest.mark.parametrize(
+    "name", [name for name in DIALECTS if name not in (CT, MO, "comfy", "deepseek")]
+)
 def test_dialects_that_hold_one_form_refuse_others(name):
     own = dialect_named(name).TRAITS.writes[0].name
     target = Target(own, name)

@@ -50,7 +50,7 @@ def artifact_of(tmp_path, dialect: str, fmt: str, *names: str, **numbers):
 
 @pytest.mark.parametrize(
     ("dialect", "fmt"),
-    [("modelopt", "mxfp4"), ("comfy", "mxfp4"), ("gpt-oss", "nvfp4"), ("deepseek", "nvfp4")],
+    [("modelopt", "mxfp4"), ("comfy", "mxfp4"), ("gpt-oss", "nvfp4")],
 )
 def test_a_format_that_a_dialect_lacks(dialect, fmt, tmp_path):
     artifact = artifact_of(tmp_path, "quark", fmt, f"{EXPERTS}.0.w1")

@@ -462,7 +462,6 @@ def test_an_unknown_dialect_is_refused_with_the_known_ones():
         (MO, "mxfp4", "nvfp4"),
         ("comfy", "mxfp4", "nvfp4"),
         ("gpt-oss", "nvfp4", "mxfp4"),
-        ("deepseek", "nvfp4", "mxfp4"),
     ],
 )
 def test_a_dialect_that_cannot_say_a_format_is_refused(name, fmt, able):

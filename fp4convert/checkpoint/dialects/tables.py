@@ -151,6 +151,7 @@ class Fp8Table:
     arrange      puts scales of (rows, columns) blocks in the order in which they are stored
     mark         name's ending and bytes of a tensor that names a module's format for engines
     older        other endings of names that are read, by today's
+    e8m0         ending of the scales' name where they stay F8_E8M0; None: they become float32
     """
 
     made: Granularity
@@ -163,6 +164,12 @@ class Fp8Table:
     arrange: Callable[[memoryview, tuple[int, int]], memoryview] | None = None
     mark: Callable[[Form], tuple[str, bytes]] | None = None
     older: Mapping[str, str] = field(default_factory=dict)
+    e8m0: str | None = None
+
+    def scales_name(self, stem: str, form: Form) -> str:
+        """Return the name of the scales of such a matrix."""
+        is_e8m0 = self.e8m0 is not None and form.stored_scales == "F8_E8M0"
+        return f"{stem}{self.e8m0 if is_e8m0 else self.scales}"
 
     def has_input_scale(self, form: Form) -> bool:
         """Return whether such a matrix has a static scale of activations."""
@@ -185,7 +192,7 @@ class Fp8Table:
         dtype, count = self.codes
         specs = [
             TensorSpec(f"{stem}.weight", dtype, (shape[0], shape[1] // count)),
-            TensorSpec(stem + self.scales, form.stored_scales, grid),
+            TensorSpec(self.scales_name(stem, form), form.stored_scales, grid),
         ]
         if self.input_scale and self.has_input_scale(form):
             specs.append(TensorSpec(stem + self.input_scale, "F32", grid))
@@ -218,9 +225,9 @@ class Fp8Table:
                 yield f"{stem}.weight", codes
             if scales.nbytes and self.arrange and isinstance(form.granularity, tuple):
                 grid = scale_grid((shape[0], shape[1]), form.granularity)
-                yield stem + self.scales, self.arrange(scales, grid)
+                yield self.scales_name(stem, form), self.arrange(scales, grid)
             elif scales.nbytes:
-                yield stem + self.scales, scales
+                yield self.scales_name(stem, form), scales
 
 
 class Table(NamedTuple):

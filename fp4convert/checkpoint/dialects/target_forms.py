@@ -12,6 +12,7 @@ from fp4convert.checkpoint.dialects.forms import (
     Form,
     Granularity,
 )
+from fp4convert.checkpoint.dialects.forms import SCALE_DTYPES as FLOAT_SCALES
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.errors import ChoiceError
 from fp4convert.numerics.formats import FP8, MXFP8, Format, format_named
@@ -87,6 +88,9 @@ def fp8_form(
     traits = dialect_named(str(target.dialect)).TRAITS
     wanted = 16 if target.activations == 16 else ACTIVATIONS_FP8
     bits = traits.fp8.activations.get(granularity, wanted) if traits.fp8 else wanted
+    is_e8m0 = traits.fp8 is not None and traits.fp8.e8m0 and stored_scales == "F8_E8M0"
+    if fmt is FP8 and stored_scales not in FLOAT_SCALES and not is_e8m0:
+        stored_scales = "F32"
     is_open = traits.fp8 is not None and traits.fp8.is_open and granularity == "tensor"
     return Form(
         fmt,

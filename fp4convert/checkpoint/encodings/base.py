@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -34,6 +36,24 @@ CACHE_SCALES = (
     ".v_zero_point",
     "_fake_quantizer.qscale_act",  # Mistral's own
 )
+
+
+class Base(NamedTuple):
+    """The checkpoint that modules in eight bits are taken from.
+
+    taken  of every module its name, coding and shape, which a record hashes
+    """
+
+    name: str
+    repo: str | None
+    revision: str | None
+    taken: tuple[tuple[str, str, tuple[int, int]], ...]
+
+    def as_record(self) -> dict[str, object]:
+        """Describe it in a record, without a path."""
+        text = json.dumps(self.taken)
+        sha256 = hashlib.sha256(text.encode()).hexdigest()
+        return {"repo": self.repo, "revision": self.revision, "headers_sha256": sha256}
 
 
 class Factors(NamedTuple):
@@ -191,6 +211,7 @@ class Linear(NamedTuple):
     idle    other tensors, which only engines use; they do not travel with its values
     stack   the tensor that holds it beside matrices of other modules; None: it has its own
     share   how many such matrices of equal size the refs hold
+    eight   the same matrix in eight bits, out of another checkpoint: taken if it stays unchanged
     """
 
     module: str
@@ -200,6 +221,7 @@ class Linear(NamedTuple):
     idle: tuple[TensorRef, ...] = ()
     stack: TensorRef | None = None
     share: int = 1
+    eight: Linear | None = None
 
     @property
     def name(self) -> str:

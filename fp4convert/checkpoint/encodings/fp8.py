@@ -111,8 +111,8 @@ class Fp8(CodingDefaults):
         words: dict[Block, Granularity] = {(1, linear.shape[1]): "row"}
         if len(scales[0].shape) < 2:  # a matrix of one block has a scale for each of its dimensions
             words[linear.shape] = "tensor"
-        stored = scales[0].dtype if scales[0].dtype in FLOAT_DTYPES else "F32"
         granularity = words.get(self.block, self.block)
+        stored = scales[0].dtype
         return fp8_form(target, granularity, stored, is_static=input_scale_of(linear) is not None)
 
     def kept(
