@@ -167,7 +167,7 @@ def test_everybodys_bits_are_ranked_beside_an_artifact(source: Path, tmp_path: P
 
     (data,) = re.findall(r'type="application/json" id="data">(.*?)</script>', page.read_text())
     sheet = json.loads(data)
-    assert sheet["about"].startswith("closest to the source by KL: b (")
+    assert sheet["verdict"]["words"].startswith("closest to the source by KL: b (")
     coloured = {word for word, _, places in sheet["rows"] if places}
     assert "mean KL, nats" in coloured <= {"mean KL, nats", "top-1"}
 

@@ -87,7 +87,8 @@ CHOICES = {
     },
 }
 HOW = ("--workers", "1"), ("--workers", "3")
-ELSEWHERE = {"subfolder"}  # of a repository: tests/commands/test_reproduce.py
+# Of a repository: tests/commands/test_reproduce.py; of two checkpoints: conversion/test_base.py.
+ELSEWHERE = {"subfolder", "base"}
 GIVEN = ("--calibration", "--lora", "--global-scale", "--input-scale", "--recipe", "--config")
 LEAST = {"llama": 150, "stacks": 2, "packed": 6, "gguf": 3}  # of pairs; others are refused
 CONFIG = {
