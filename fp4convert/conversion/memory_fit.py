@@ -1,7 +1,7 @@
 """Turn the memory of a card into the largest size of an artifact: --fit.
 
 weights = card x SHARE - cache of keys and values for one context; a serving engine keeps the rest
-for its kernels, activations and graphs (vLLM's --gpu-memory-utilization is 0.9).
+for its kernels, activations and graphs: a tenth is this project's assumption.
 """
 
 from __future__ import annotations

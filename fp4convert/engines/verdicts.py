@@ -15,6 +15,7 @@ WORDS: Mapping[Evidence, str] = {  # for people, after a verdict
     "read": "read in its source or documentation, not loaded",
     "not-tried": "not tried with this class{inside}",
 }
+KERNELS = "its kernels run"  # the evidence of an engine that was not run itself
 
 
 class Verdict(NamedTuple):
@@ -51,6 +52,8 @@ class Verdict(NamedTuple):
         """Say for people how it is known."""
         inside = f" ({self.inner.replace(',', ', ')})" if self.inner else ""
         name = self.name or "model"
+        if self.evidence == "loaded" and self.engine.tried == KERNELS:
+            return f"{self.engine.name}'s kernels compute such weights; it was not run itself"
         return WORDS[self.evidence].format(engine=self.engine.name, name=name, inside=inside)
 
     def reason(self, version: Version | None) -> str:

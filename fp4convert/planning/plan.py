@@ -182,9 +182,9 @@ class Writing(NamedTuple):
         specs = [spec for draft in drafts for spec in draft.specs]
         stem = shard.file.removeprefix("model")
         beside = f"scales{stem}" if stem != shard.file else f"scales-{stem}"
-        own, apart = ([one for one in specs if one.is_apart == is_one] for is_one in (False, True))
-        for file, chosen in ((shard.frame.name_for(shard.file, own), own), (beside, apart)):
-            if chosen or chosen is own:
+        here, apart = ([one for one in specs if one.is_apart == is_one] for is_one in (False, True))
+        for file, chosen in ((shard.frame.name_for(shard.file, here), here), (beside, apart)):
+            if chosen or chosen is here:
                 header, placed = shard.frame.lay_out(file, chosen, notes)
                 end = placed[-1].start + placed[-1].nbytes if placed else len(header)
                 nbytes = -(-end // shard.frame.alignment) * shard.frame.alignment

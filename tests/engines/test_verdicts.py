@@ -214,3 +214,10 @@ def test_what_is_told_of_fp8_experts_loads_there(key, fp8):
     }
     (named,) = (which for words, which in kinds.items() if words in told)
     assert judge(known, contents(MO, *parts)).may_load is (fp8 in named)
+
+
+def test_kernels_that_ran_are_no_engine_that_did():
+    engine, _ = parse_engine("comfyui")
+    verdict = judge(engine, contents("comfy", "nvfp4", model=""))
+    assert (verdict.loads, verdict.evidence) == (True, "loaded")
+    assert verdict.words == "ComfyUI's kernels compute such weights; it was not run itself"
