@@ -1,10 +1,11 @@
-"""make bench-fidelity: errors of every rule and method beside other packages' defaults;
-benchmarks/results/fidelity.md.
+"""make bench-fidelity: what rules, methods and formats lose on real models, beside other packages'
+defaults and llama.cpp's types; benchmarks/results/fidelity.md.
 
-    python benchmarks/bench.py fidelity [FOLDER]
+    python benchmarks/bench.py fidelity [FOLDER] [--tiny]
 
-FOLDER holds what takes minutes to make: the small language model, and converted copies (default:
-build/fidelity).
+FOLDER holds what takes minutes to make: models, calibrations and converted copies (default:
+build/fidelity). What is there is used again. --tiny prints the table of methods for a small
+language model, which is trained first, and writes no page.
 Peers that do not resolve with the rest run in .venv-peers, which `make bench-peers` makes.
 """
 
@@ -12,18 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import math
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from harness.measure import BENCHMARKS, RESULTS, ROOT, machine, table, verdict
 from quality import metrics, models
+from quality.tiny import tiny
 
 HERE = {
     "nvfp4": ("modelopt", "compressed_tensors", "torchao", "quark", "mlx"),
@@ -31,79 +34,155 @@ HERE = {
 }
 ELSEWHERE = ("fouroversix", "llmcompressor")
 CALIBRATED = {"llmcompressor_gptq": ".venv-peers", "autoround": ".venv-autoround"}  # where they are
-FOLDING = "awq"  # MiniLM has too few places for it
+GGML = ("Q4_0", "IQ4_NL", "Q4_K_M", "Q8_0")
 RULES = {"nvfp4": ("amax", "four-over-six", "mse"), "mxfp4": ("floor", "even", "ceil", "mse")}
-ENDING = ".safetensors"  # of calibrations; no folder's name may have it
+DEFAULT = {"nvfp4": "mse", "mxfp4": "even"}
+SPOKEN, WINDOW, JUDGED, FED = 32, 512, 16, 16  # records of speech; tokens, and windows of them
 SENTENCES = 300  # that MiniLM is calibrated with
-SIZED, BITS = "nvfp4", ("4.501", "4.75")  # bits of a weight; the first is all NVFP4
-JUDGED, FED = 128, 128  # sequences of the language model: to judge by, to calibrate with
+AT_ONCE = 12  # artifacts beside one that all are paired with
+JUDGED_TWICE = 4  # windows that torchmetrics judges, too
+
+MINILM, LANGUAGE, SPEECH = "MiniLM", "SmolLM2", "Whisper"
+
+
+class Row(NamedTuple):
+    """What is measured: its name, the row it is paired with, and options of quantize by model."""
+
+    name: str
+    beside: str
+    options: Mapping[str, Sequence[str]]
+
+
+class Loss(NamedTuple):
+    """What `compare` says of an artifact's predictions."""
+
+    bits: float
+    kl: float
+    windows: list[float]
+    top1: float
+
+    def beside(self, other: Loss) -> str:
+        """The difference of means, and its standard error over paired windows."""
+        by = [a - b for a, b in zip(self.windows, other.windows, strict=True)]
+        error = statistics.stdev(by) / math.sqrt(len(by))
+        return f"{self.kl - other.kl:+.4f} ± {error:.4f}"
+
+    @property
+    def error(self) -> float:
+        return statistics.stdev(self.windows) / math.sqrt(len(self.windows))
 
 
 class Bench:
-    """The two models, and what was made of them, each once."""
+    """The models, and what was made of them, each once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, is_tiny: bool) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.sources = {"MiniLM": models.minilm(), "tiny": models.tiny(folder / "tiny")}
-        self._made: dict[tuple[str, ...], Path] = {}
+        self.sources = {MINILM: models.minilm(), SPEECH: models.whisper(folder / SPEECH)}
+        self.sources[LANGUAGE] = (
+            tiny(folder / "tiny") if is_tiny else models.smollm2(folder / LANGUAGE)
+        )
+        self.stem = self.sources[LANGUAGE].name
+        texts = folder / "texts"
+        texts.mkdir(exist_ok=True)
+        self.calibrating = {
+            MINILM: ("--text", texts / "sentences.txt", "--samples", SENTENCES),
+            LANGUAGE: ("--text", models.write_text("calibrate", texts / "calibrate.txt"), *_fed()),
+            SPEECH: ("--chat", models.write_speech("calibrate", SPOKEN, folder / "heard")),
+        }
+        sentences = "\n".join(models.sentences("calibrate")[:SENTENCES])
+        (texts / "sentences.txt").write_text(sentences, encoding="utf-8")
+        (texts / "prose.txt").write_text("\n".join(models.sentences("train")), encoding="utf-8")
+        self.text = models.write_text("judge", texts / "judge.txt")
+        self.judging = {
+            LANGUAGE: ("--text", self.text, "--samples", JUDGED, "--sequence-length", WINDOW),
+            SPEECH: ("--chat", models.write_speech("judge", SPOKEN, folder / "judged")),
+        }
 
-    def artifact(self, model: str, *options: str) -> Path:
+    def name(self, model: str) -> str:
+        return self.stem if model == LANGUAGE else model
+
+    def artifact(self, model: str, options: Sequence[str]) -> Path:
         """A converted model."""
-        if (model, *options) not in self._made:
-            stem = self.folder / "-".join(
-                [model, *(Path(word).name.removesuffix(ENDING).strip("-") for word in options)]
-            )
-            shutil.rmtree(stem, ignore_errors=True)
-            shutil.rmtree(_values_beside(stem), ignore_errors=True)
-            run("quantize", self.sources[model], "--format", *options, "-o", stem)
-            self._made[model, *options] = stem
-        return self._made[model, *options]
+        words = [Path(word).stem.strip("-") for word in options]
+        made = self.folder / "made" / "-".join([self.name(model), *words])
+        if not (made / "quantization_config.json").exists():
+            run("quantize", self.sources[model], "--format", *options, "-o", made, "--force")
+        return made
 
-    def values(self, model: str, *options: str) -> Path:
+    def values(self, model: str, options: Sequence[str]) -> Path:
         """A float32 checkpoint with the values of a converted model."""
-        artifact = self.artifact(model, *options)
-        values = _values_beside(artifact)
+        artifact = self.artifact(model, options)
+        values = artifact.with_name(artifact.name + "-values")
         if not values.exists():
             run("dequantize", artifact, "-o", values, "--dtype", "fp32")
         return values
 
     def made_by(self, peer: str) -> Path:
         """What a peer makes of the language model in NVFP4, calibrated with what we are."""
-        numbers, made = self.folder / "fed.safetensors", self.folder / f"tiny-{peer}"
-        shutil.rmtree(made, ignore_errors=True)
-        fed = models.tokens(self.sources["tiny"], models.sources("calibrate"), FED)
+        made = self.folder / "made" / f"{self.stem}-{peer}"
+        if made.exists():
+            return made
+        numbers, (_, text, *_) = self.folder / "fed.safetensors", self.calibrating[LANGUAGE]
+        words = Path(str(text)).read_text(encoding="utf-8")
+        fed = models.tokens(self.sources[LANGUAGE], words, FED, WINDOW)
         save_file({"numbers": fed.contiguous()}, numbers)
         python = ROOT / CALIBRATED[peer] / "bin" / "python"
         script = BENCHMARKS / "peers" / "calibrated.py"
-        command = [python, "-P", script, peer, self.sources["tiny"], numbers, made]
+        command = [python, "-P", script, peer, self.sources[LANGUAGE], numbers, made]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return made
 
-    def evaluated(self, artifact: Path, text: Path) -> float:
-        """The mean KL that `evaluate` finds for an artifact of the language model."""
-        words = ("--source", self.sources["tiny"], "--text", text, "--samples", JUDGED)
-        document = run("evaluate", artifact, *words, "--sequence-length", models.SEQUENCE, "--json")
-        return float(json.loads(document)["kl"]["mean"])
+    def ggml(self, kind: str) -> Path:
+        """The language model as a GGUF file of one of ggml's types, by ggml's quantizer."""
+        file = self.folder / "made" / f"{self.stem}-{kind}.gguf"
+        if not file.exists():
+            script = BENCHMARKS / "peers" / "ggml_types.py"
+            command = [sys.executable, script, self.sources[LANGUAGE], file, kind]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return file
+
+    def losses(self, model: str, artifacts: Mapping[str, Path], first: str) -> dict[str, Loss]:
+        """What all lose on the same windows; the first is in every run of `compare`."""
+        losses: dict[str, Loss] = {}
+        others = [name for name in artifacts if name != first]
+        for at in range(0, len(others), AT_ONCE):
+            names = [first, *others[at : at + AT_ONCE]]
+            document = self.folder / "compared.json"
+            words = [artifacts[name] for name in names]
+            source = ("--source", self.sources[model])
+            document = run("compare", *words, *source, *self.judging[model], "--json")
+            sides = json.loads(document)["artifacts"].values()
+            losses |= {name: _loss(side) for name, side in zip(names, sides, strict=True)}
+            print(f"{model}: {len(losses)} of {len(artifacts)} judged", file=sys.stderr, flush=True)
+        return losses
 
     def originals(self, model: str) -> dict[str, Tensor]:
         """The matrices that are quantized."""
-        made = metrics.weights_of(self.values(model, "nvfp4", "--scale-rule", "amax"))
+        made = metrics.weights_of(self.values(model, ("nvfp4", "--scale-rule", "amax")))
         return {
             name: x
             for name, x in metrics.weights_of(self.sources[model]).items()
-            if not torch.equal(made[name], x)
+            if not made[name].equal(x)
         }
 
-    def calibration(self, model: str, name: str, *options: str) -> Path:
-        file = self.folder / f"{model}-{name}{ENDING}"
-        file.unlink(missing_ok=True)
-        run("calibrate", self.sources[model], "-o", file, "--gram", "full", *options)
-        return file
+    def calibration(self, model: str, name: str, *options: object) -> str:
+        """A file of statistics, of the model's own text unless options name one."""
+        file = self.folder / f"{self.name(model)}-{name}.safetensors"
+        if not file.exists():
+            words = options if "--text" in options else (*self.calibrating[model], *options)
+            run("calibrate", self.sources[model], "-o", file, *words)
+        return str(file)
 
 
-def _values_beside(artifact: Path) -> Path:
-    return artifact.with_name(artifact.name + "-values")
+def _fed() -> tuple[object, ...]:
+    return ("--samples", FED, "--sequence-length", WINDOW)
+
+
+def _loss(side: Mapping[str, Any]) -> Loss:
+    kl = side["predictions"]["kl"]
+    top1 = side["predictions"]["top1"]
+    return Loss(side["bits_per_weight"], kl["mean"], kl["windows"], top1)
 
 
 def run(*words: object) -> str:
@@ -116,7 +195,7 @@ def peers_of(fmt: str, originals: dict[str, Tensor], folder: Path) -> dict[str, 
     """What every peer makes of the matrices by default."""
     source = folder / "originals.safetensors"
     save_file({name: x.contiguous() for name, x in originals.items()}, source)
-    found: dict[str, dict[str, Tensor]] = {}
+    made: dict[str, dict[str, Tensor]] = {}
     for python, names in (
         (sys.executable, HERE[fmt]),
         (ROOT / ".venv-peers" / "bin" / "python", ELSEWHERE),
@@ -133,12 +212,12 @@ def peers_of(fmt: str, originals: dict[str, Tensor], folder: Path) -> dict[str, 
         ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         values = load_file(folder / "peers.safetensors")
-        found |= {name: {key: values[f"{name}_{fmt}/{key}"] for key in originals} for name in names}
-    return found
+        made |= {name: {key: values[f"{name}_{fmt}/{key}"] for key in originals} for name in names}
+    return made
 
 
 def rows_of_weights(bench: Bench, fmt: str) -> Iterable[list[str]]:
-    """Every rule and peer: SQNR of the weights of both models, and the squared error beside that of
+    """Every rule and peer: SQNR of the weights of each model, and the squared error beside that of
     mse, tensor by tensor.
     """
     originals = {
@@ -148,17 +227,16 @@ def rows_of_weights(bench: Bench, fmt: str) -> Iterable[list[str]]:
     }
     made: dict[str, dict[str, Tensor]] = {}
     for rule in RULES[fmt]:
+        options = (fmt, "--scale-rule", rule)
         made[f"fp4convert {rule}"] = {
             f"{model}/{name}": x
             for model in bench.sources
-            for name, x in metrics.weights_of(
-                bench.values(model, fmt, "--scale-rule", rule)
-            ).items()
+            for name, x in metrics.weights_of(bench.values(model, options)).items()
         }
     made |= peers_of(fmt, originals, bench.folder)
     best = made["fp4convert mse"]
     errors = {name: metrics.squared_error(best[name], x) for name, x in originals.items()}
-    for what, values in made.items():
+    for maker, values in made.items():
         ratios = [
             metrics.squared_error(values[name], x) / errors[name] for name, x in originals.items()
         ]
@@ -170,163 +248,160 @@ def rows_of_weights(bench: Bench, fmt: str) -> Iterable[list[str]]:
         ]
         better = sum(ratio < 1 for ratio in ratios)
         yield [
-            what,
+            maker,
             *(f"{value:.2f}" for value in sqnrs),
             f"{min(ratios):.4f} - {max(ratios):.4f}",
             f"{better} of {len(ratios)}",
         ]
 
 
-def rows_of_outputs(bench: Bench) -> Iterable[list[str]]:
-    """Every rule and method: what its error does to outputs of MiniLM's layers, and to the language
-    model's predictions.
-    """
-    originals = bench.originals("MiniLM")
-    moments = metrics.minilm_moments(
-        bench.sources["MiniLM"], models.sentences("judge"), list(originals)
-    )
-    text = bench.folder / "judge.txt"
-    text.write_text(models.judge_text(JUDGED), encoding="utf-8")
-    numbers = models.tokens(bench.sources["tiny"], text.read_text(encoding="utf-8"), JUDGED)
-    predicted = metrics.log_probabilities(bench.sources["tiny"], numbers)
-    for name, choices in methods(bench):
-        weights = (
-            metrics.weights_of(bench.values("MiniLM", *choices["MiniLM"]))
-            if "MiniLM" in choices
-            else None
-        )
-        values = bench.values("tiny", *choices["tiny"])
-        kl = bench.evaluated(bench.artifact("tiny", *choices["tiny"]), text)
-        judged = metrics.divergence(metrics.log_probabilities(values, numbers), predicted)
-        output = f"{metrics.output_sqnr_db(weights, originals, moments):.2f}" if weights else "-"
-        yield [name, output, f"{kl:.4g}", f"{judged:.4g}"]
-    for peer in CALIBRATED:
-        made = values = bench.made_by(peer)
-        kl = bench.evaluated(made, text)
-        if "quantization_config" in json.loads((made / "config.json").read_text(encoding="utf-8")):
-            values = _values_beside(made)
-            shutil.rmtree(values, ignore_errors=True)
-            run("dequantize", made, "-o", values, "--dtype", "fp32")
-        judged = metrics.divergence(metrics.log_probabilities(values, numbers), predicted)
-        yield [f"nvfp4 {peer}", "-", f"{kl:.4g}", f"{judged:.4g}"]
-
-
-def methods(bench: Bench) -> Iterable[tuple[str, dict[str, tuple[str, ...]]]]:
-    """(what is measured, options of quantize by model)"""
-    texts = bench.folder / "texts"
-    texts.mkdir(exist_ok=True)
-    (texts / "sentences.txt").write_text(
-        "\n".join(models.sentences("calibrate")[:SENTENCES]), encoding="utf-8"
-    )
-    (texts / "sources.txt").write_text(models.sources("calibrate"), encoding="utf-8")
-    (texts / "prose.txt").write_text("\n".join(models.sentences("train")), encoding="utf-8")
-    fed = ("--samples", str(FED), "--sequence-length", str(models.SEQUENCE))
-    files = {
-        ("MiniLM", "text"): bench.calibration(
-            "MiniLM", "text", "--text", str(texts / "sentences.txt"), "--samples", str(SENTENCES)
-        ),
-        ("tiny", "text"): bench.calibration(
-            "tiny", "text", "--text", str(texts / "sources.txt"), *fed
-        ),
-        ("tiny", "self"): bench.calibration("tiny", "self", "--self-generate", str(FED), *fed[2:]),
-        ("tiny", "prose"): bench.calibration(
-            "tiny", "prose", "--text", str(texts / "prose.txt"), *fed
-        ),
-        ("tiny", "sized"): bench.calibration(
-            "tiny", "sized", "--text", str(texts / "sources.txt"), *fed, "--sensitivity"
-        ),
+def methods(bench: Bench) -> Iterable[Row]:
+    """What is measured; models that a row does not name have no figure there."""
+    heard = {
+        model: ("--calibration", bench.calibration(model, "text", "--gram", "full"))
+        for model in bench.sources
     }
+    prose = ("--text", bench.folder / "texts" / "prose.txt", *_fed(), "--gram", "full")
+    prose_file = bench.calibration(LANGUAGE, "prose", *prose)
+    sized = bench.calibration(LANGUAGE, "sized", "--gram", "full", "--sensitivity")
     for fmt, rules in RULES.items():
+        default = f"{fmt} {DEFAULT[fmt]}"
         for rule in rules:
-            yield f"{fmt} {rule}", dict.fromkeys(bench.sources, (fmt, "--scale-rule", rule))
+            options = (fmt, "--scale-rule", rule)
+            yield Row(f"{fmt} {rule}", default, dict.fromkeys(bench.sources, options))
         ways = {
             "importance": ("--scale-rule", "importance"),
-            "awq, rule mse": ("--method", "awq", "--scale-rule", "mse"),
+            "awq": ("--method", "awq", "--scale-rule", DEFAULT[fmt]),
             "gptq": ("--method", "gptq"),
         }
         for way, options in ways.items():
-            with_file = {
-                model: (fmt, *options, "--calibration", str(files[model, "text"]))
-                for model in bench.sources
+            named = {model: (fmt, *options, *file) for model, file in heard.items()}
+            if way == "awq":  # MiniLM has too few places for it
+                del named[MINILM]
+            yield Row(f"{fmt} {way}", default, named)
+        goal = ("--for-method", "gptq", "--format", fmt)
+        gptq = (fmt, "--method", "gptq", "--calibration")
+        through = bench.calibration(LANGUAGE, f"prefix-{fmt}", "--gram", "full", *goal)
+        yield Row(f"{fmt} gptq, other text", f"{fmt} gptq", {LANGUAGE: (*gptq, prose_file)})
+        yield Row(f"{fmt} gptq, prefix", f"{fmt} gptq", {LANGUAGE: (*gptq, through)})
+    target = ("nvfp4", "--target-bits", "4.75")
+    known = ("--calibration", sized)
+    by_weights = "nvfp4 4.75 bits by weights"
+    yield Row(by_weights, "nvfp4 mse", {LANGUAGE: target})
+    yield Row("nvfp4 4.75 bits by outputs", by_weights, {LANGUAGE: (*target, *known)})
+    gptq = ("--method", "gptq", *known)
+    yield Row("nvfp4 4.75 bits by outputs, gptq", "nvfp4 gptq", {LANGUAGE: (*target, *gptq)})
+    yield from with_inputs(bench, heard)
+
+
+def with_inputs(bench: Bench, heard: Mapping[str, Sequence[str]]) -> Iterable[Row]:
+    """Rows of W4A4: inputs are rounded, too."""
+    inputs = ("--activations", "4")
+    four = ("nvfp4", *inputs)
+    plain = "nvfp4 W4A4"
+    both = (LANGUAGE, SPEECH)
+    yield Row(plain, "nvfp4 mse", dict.fromkeys(both, four))
+    gptq = (*four, "--method", "gptq", "--calibration")
+    rounded = {
+        model: (*gptq, bench.calibration(model, "inputs", "--gram", "full", *inputs))
+        for model in both
+    }
+    yield Row(
+        f"{plain} gptq",
+        plain,
+        {model: (*four, "--method", "gptq", *heard[model]) for model in both},
+    )
+    yield Row(f"{plain} gptq, rounded inputs", f"{plain} gptq", rounded)
+    goal = ("--for-method", "gptq", "--format", "nvfp4", *inputs)
+    through = bench.calibration(LANGUAGE, "prefix-inputs", "--gram", "full", *goal)
+    yield Row(f"{plain} gptq, prefix", f"{plain} gptq", {LANGUAGE: (*gptq, through)})
+    yield Row("mxfp4 W4A4", "mxfp4 even", dict.fromkeys(both, ("mxfp4", *inputs)))
+
+
+def rows_of_outputs(bench: Bench, rows: Sequence[Row]) -> Iterable[list[str]]:
+    """Every rule, method and peer: what it does to predictions, and to MiniLM's layers."""
+    losses = {}
+    for model in (LANGUAGE, SPEECH):
+        made = {
+            row.name: bench.artifact(model, row.options[model])
+            for row in rows
+            if model in row.options
+        }
+        if model == LANGUAGE:
+            made |= {kind: bench.ggml(kind) for kind in GGML}
+            made |= {
+                f"nvfp4 {peer}": bench.made_by(peer)
+                for peer, place in CALIBRATED.items()
+                if (ROOT / place).exists()
             }
-            yield (
-                f"{fmt} {way}",
-                with_file if not way.startswith(FOLDING) else {"tiny": with_file["tiny"]},
-            )
-        if fmt == SIZED:
-            yield from sizes(bench, files)
-        for text in ("self", "prose"):
-            yield (
-                f"{fmt} gptq, {text}",
-                {"tiny": (fmt, "--method", "gptq", "--calibration", str(files["tiny", text]))},
-            )
+        losses[model] = bench.losses(model, made, "nvfp4 mse")
+    beside = {row.name: row.beside for row in rows}
+    outputs = dict(outputs_of_minilm(bench, rows))
+    for name, loss in losses[LANGUAGE].items():
+        other = beside.get(name, "nvfp4 gptq" if name.startswith("nvfp4") else "nvfp4 mse")
+        cells = [name, f"{loss.bits:.3f}", f"{loss.kl:.4f} ± {loss.error:.4f}"]
+        cells += [f"{other}: {loss.beside(losses[LANGUAGE][other])}", f"{loss.top1:.1%}"]
+        if name in losses[SPEECH]:
+            spoken, alike = losses[SPEECH][name], losses[SPEECH][other]
+            cells += [f"{spoken.kl:.4f} ± {spoken.error:.4f}", spoken.beside(alike)]
+        else:
+            cells += ["-", "-"]
+        yield [*cells, outputs.get(name, "-")]
 
 
-def sizes(
-    bench: Bench, files: dict[tuple[str, str], Path]
-) -> Iterable[tuple[str, dict[str, tuple[str, ...]]]]:
-    """Formats of modules chosen for a size: by weights, and by what the outputs lose."""
-    for bits in BITS:
-        target = (SIZED, "--target-bits", bits)
-        if float(bits) > float(BITS[0]):  # four bits and nothing else are no choice of weights
-            yield f"{bits} bits by weights", {"tiny": target}
-        known = (*target, "--calibration", str(files["tiny", "sized"]))
-        yield f"{bits} bits by outputs", {"tiny": known}
+def outputs_of_minilm(bench: Bench, rows: Sequence[Row]) -> Iterable[tuple[str, str]]:
+    """(row, SQNR of the outputs of MiniLM's layers)"""
+    originals = bench.originals(MINILM)
+    sentences = models.sentences("judge")
+    moments = metrics.minilm_moments(bench.sources[MINILM], sentences, list(originals))
+    for row in rows:
+        if MINILM in row.options:
+            weights = metrics.weights_of(bench.values(MINILM, row.options[MINILM]))
+            yield row.name, f"{metrics.output_sqnr_db(weights, originals, moments):.2f}"
 
 
-def bars(weights: dict[str, list[list[str]]], outputs: list[list[str]]) -> Iterable[list[str]]:
-    """What was promised, and whether it holds."""
+def judged_twice(bench: Bench) -> tuple[float, float]:
+    """The mean KL of a few windows by `evaluate`, and by torchmetrics over transformers' logits."""
+    options = ("nvfp4", "--scale-rule", "mse")
+    words = ("--source", bench.sources[LANGUAGE], "--text", bench.text)
+    words += ("--samples", JUDGED_TWICE, "--sequence-length", WINDOW)
+    document = run("evaluate", bench.artifact(LANGUAGE, options), *words, "--json")
+    text = bench.text.read_text(encoding="utf-8")
+    numbers = models.tokens(bench.sources[LANGUAGE], text, JUDGED_TWICE, WINDOW)
+    ours, original = (
+        metrics.log_probabilities(folder, numbers)
+        for folder in (bench.values(LANGUAGE, options), bench.sources[LANGUAGE])
+    )
+    return float(json.loads(document)["kl"]["mean"]), metrics.divergence(ours, original)
+
+
+def bars(weights: Mapping[str, list[list[str]]], bench: Bench) -> Iterable[list[str]]:
+    """What was promised of weights, and whether it holds."""
     for fmt, rows in weights.items():
-        sqnr = {row[0]: (float(row[1]) + float(row[2])) / 2 for row in rows}
+        sqnr = {row[0]: statistics.mean(map(float, row[1:4])) for row in rows}
         gains = {"nvfp4": {"amax": 1.2, "four-over-six": 0.5}, "mxfp4": {"floor": 0.2}}[fmt]
         for rule, bar in gains.items():
-            gain = sqnr["fp4convert mse"] - sqnr[f"fp4convert {rule}"]
-            yield [f"{fmt}: mse over {rule}, dB", f"{gain:.2f}", verdict(round(gain, 2), bar)]
-        lost = sum(int(row[4].split()[0]) for row in rows)
-        yield [
-            f"{fmt}: tensors on which anything has less error than mse",
-            str(lost),
-            verdict(lost, 0, is_floor=False),
-        ]
-    found = {row[0]: row for row in outputs}
-    gain = float(found["nvfp4 gptq"][1]) - float(found["nvfp4 amax"][1])
-    yield ["nvfp4: output SQNR of gptq over amax, dB", f"{gain:.2f}", verdict(round(gain, 2), 5.5)]
-    apart = max(abs(float(row[2]) / float(row[3]) - 1) for row in outputs)
-    yield [
-        "KL by evaluate beside torchmetrics', largest difference",
-        f"{apart:.3%}",
-        verdict(round(apart, 5), 0.01, is_floor=False),
-    ]
-    for what, over, bar in (
-        ("nvfp4 gptq", "nvfp4 amax", 0.2),
-        ("nvfp4 gptq, self", "nvfp4 gptq", 1.1),
-        (f"{BITS[1]} bits by outputs", f"{BITS[1]} bits by weights", 0.5),
-        (f"{BITS[0]} bits by outputs", "nvfp4 mse", 1.0),
-    ):
-        ratio = float(found[what][2]) / float(found[over][2])
-        yield [
-            f"KL of {what} beside {over}",
-            f"{ratio:.3f}",
-            verdict(round(ratio, 3), bar, is_floor=False),
-        ]
+            gain = round(sqnr["fp4convert mse"] - sqnr[f"fp4convert {rule}"], 2)
+            yield [f"{fmt}: mse over {rule}, dB", f"{gain:.2f}", verdict(gain, bar)]
+        lost = sum(int(row[-1].split()[0]) for row in rows)
+        name = f"{fmt}: tensors on which anything has less error than mse"
+        yield [name, str(lost), verdict(lost, 0, is_floor=False)]
+    ours, judged = judged_twice(bench)
+    apart = abs(ours / judged - 1)
+    name = f"KL of {JUDGED_TWICE} windows, by evaluate {ours:.5f}, by torchmetrics {judged:.5f}"
+    yield [name, f"{apart:.3%}", verdict(round(apart, 5), 0.01, is_floor=False)]
 
 
-def write_page(weights: dict[str, list[list[str]]], outputs: list[list[str]]) -> None:
+def write_page(bench: Bench, weights: Mapping[str, list[list[str]]], outputs: str) -> None:
     """benchmarks/results/fidelity.md."""
-    headings = [
-        "values by",
-        "MiniLM, dB",
-        "tiny, dB",
-        "squared error beside mse",
-        "tensors with less error",
-    ]
-    outputs_named = ["method", "MiniLM, output SQNR, dB", "tiny, KL", "by torchmetrics"]
+    sqnrs = [f"{model}, dB" for model in bench.sources]
+    headings = ["values by", *sqnrs, "squared error beside mse", "tensors with less error"]
     page = [
         f"# Fidelity\n\n{machine()}. Repeat with `make bench-fidelity`.\n",
         (Path(__file__).with_name("about.md")).read_text(encoding="utf-8"),
+        f"## Predictions\n\n{outputs}\n",
         *(f"## Weights, {fmt}\n\n{table(headings, rows)}\n" for fmt, rows in weights.items()),
-        f"## Outputs\n\n{table(outputs_named, outputs)}\n",
-        f"## Bars\n\n{table(['what', 'measured', 'bar'], list(bars(weights, outputs)))}\n",
+        f"## Bars\n\n{table(['what', 'measured', 'bar'], list(bars(weights, bench)))}\n",
     ]
     (RESULTS / "fidelity.md").write_text("\n".join(page), encoding="utf-8")
     print("\n".join(page))
@@ -334,17 +409,21 @@ def write_page(weights: dict[str, list[list[str]]], outputs: list[list[str]]) ->
 
 def main(arguments: list[str]) -> int:
     """Write fidelity.md."""
-    parser = argparse.ArgumentParser(
-        prog="bench.py fidelity", description="Measure the errors of every rule and method."
-    )
-    parser.add_argument(
-        "folder",
-        nargs="?",
-        type=Path,
-        default=ROOT / "build" / "fidelity",
-        help="for what is made, and kept",
-    )
-    bench = Bench(parser.parse_args(arguments).folder)
-    weights = {fmt: list(rows_of_weights(bench, fmt)) for fmt in RULES}
-    write_page(weights, list(rows_of_outputs(bench)))
+    description = "Measure what rules, methods and formats lose."
+    parser = argparse.ArgumentParser(prog="bench.py fidelity", description=description)
+    default = ROOT / "build" / "fidelity"
+    help_folder = "for what is made, and kept"
+    parser.add_argument("folder", nargs="?", type=Path, default=default, help=help_folder)
+    parser.add_argument("--tiny", action="store_true", help="a small language model, no page")
+    chosen = parser.parse_args(arguments)
+    bench = Bench(chosen.folder, chosen.tiny)
+    outputs = list(rows_of_outputs(bench, list(methods(bench))))
+    name = bench.stem
+    headings = ["method", "bits", f"{name}, KL", "minus that of", "top-1"]
+    headings += [f"{SPEECH}, KL", "minus the same row's", f"{MINILM}, output SQNR, dB"]
+    predictions = table(headings, outputs)
+    if chosen.tiny:
+        print(predictions)
+    else:
+        write_page(bench, {fmt: list(rows_of_weights(bench, fmt)) for fmt in RULES}, predictions)
     return 0
