@@ -11,7 +11,11 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable
 
+from fp4convert.calibration.statistics import Calibration, check_linears
+from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.module_names import split_numbers
+from fp4convert.checkpoint.record import ADAPTER
+from fp4convert.errors import InputError
 from fp4convert.storage.json_text import unquantized
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Checkpoint, Source, read_each
@@ -51,6 +55,35 @@ def weights_of(source: Source) -> str:
     for data in read_each(source, read, telling_ranges(source.checkpoint)):
         found.update(data)
     return found.hexdigest()
+
+
+def check_source(
+    calibration: Calibration,
+    source: Source,
+    linears: Iterable[Linear] = (),
+    adapter: str | None = None,
+) -> None:
+    """Raise InputError for a calibration of another checkpoint.
+
+    linears  to check with check_linears, too
+    adapter  key of the adapter that the source is merged with; a calibration of the base model is
+             accepted, and plans warn
+    """
+    path, next_step = calibration.path, "Calibrate it: fp4convert calibrate SOURCE -o FILE."
+    if fingerprint_of(source) != calibration.notes["fingerprint"]:
+        detail = f"{path} was made from another model than {source.name}"
+        detail += ": names, shapes or config.json differ"
+        raise InputError("calibration-model", detail, next_step)
+    if weights_of(source) != calibration.notes["weights"]:
+        detail = f"{path} was made from other weights of the same model as {source.name}"
+        detail += ": another revision or a fine-tune"
+        raise InputError("calibration-weights", detail, next_step)
+    merged = calibration.notes.get(ADAPTER)
+    if merged and merged != adapter:
+        detail = f"{path} was made with {'another' if adapter else 'an'} adapter"
+        step = "Give that adapter and its scale, or calibrate again."
+        raise InputError("calibration-weights", f"{detail}; expected this model's", step)
+    check_linears(calibration, linears)
 
 
 def telling_ranges(checkpoint: Checkpoint) -> list[TensorRef]:

@@ -105,9 +105,8 @@ class Skeleton:
             from transformers.core_model_loading import convert_and_load_state_dict_in_model
             from transformers.modeling_utils import LoadStateDictConfig
 
-            config = LoadStateDictConfig(
-                device_map={"": self.device}, dtype=None, weight_mapping=self._mapping
-            )
+            places = {"": self.device}
+            config = LoadStateDictConfig(device_map=places, weight_mapping=self._mapping)
             state = {key: self.tensors[key] for key in wanted}
             found, _ = convert_and_load_state_dict_in_model(self.model, state, config)
             problems = [*found.mismatched_keys, *found.conversion_errors.items(), *found.error_msgs]
@@ -416,6 +415,6 @@ def _find_layers(model: Any) -> dict[str, int]:
         if isinstance(module, torch.nn.ModuleList) and not is_inside:
             found += (f"{path}.{name}" for name, _ in module.named_children())
     if not found:
-        detail = f"{type(model).__name__} of transformers has no list of layers"
-        raise InputError("calibration-model", f"{detail}; expected one", NEXT)
+        detail = f"{type(model).__name__} of transformers has no list of layers; expected one"
+        raise InputError("calibration-model", detail, NEXT)
     return {path: number for number, path in enumerate(found)}

@@ -22,7 +22,6 @@ from fp4convert.calibration.layers import Chain, stops_of
 from fp4convert.calibration.model import Skeleton, import_transformers, open_skeleton
 from fp4convert.calibration.observers import Watch, watching
 from fp4convert.calibration.output_losses import kl_of, predictions_of
-from fp4convert.calibration.run import check_reads_text, copy_texts, find_device
 from fp4convert.calibration.samples import (
     Batch,
     Feed,
@@ -34,6 +33,7 @@ from fp4convert.calibration.samples import (
     read_samples,
     write_samples,
 )
+from fp4convert.calibration.setup import check_reads_text, copy_texts, find_device
 from fp4convert.checkpoint.adapters.peft import Adapter
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, ACTIVATIONS_FP8
 from fp4convert.checkpoint.expert_stacks import artifact_of

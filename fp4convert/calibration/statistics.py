@@ -1,7 +1,7 @@
 """Read the statistics of a calibration file.
 
 Numbers that nothing can have are refused. calibration_file.py says what the file holds, and opens
-it. check_source and check_linears say whether it suits a checkpoint.
+it, fingerprint.py says whether it is of a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.calibration.fingerprint import fingerprint_of, weights_of
 from fp4convert.calibration.methods.targets import Correction
 from fp4convert.calibration.plausibility import InputStatistics, contradiction, not_a_gram
 from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.checkpoint.record import ADAPTER
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import Float32s
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.storage.safetensors import TensorRef
-from fp4convert.storage.source import Source
 
 AGAIN = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
 GRAM_DIMENSIONS = 3  # (blocks, n, n)
@@ -336,35 +333,6 @@ class Calibration(NamedTuple):
         if lowest.size and lowest.min() < 0:
             detail = "holds negative values where counts, squares or magnitudes are expected"
             raise self.refusal(ref, detail)
-
-
-def check_source(
-    calibration: Calibration,
-    source: Source,
-    linears: Iterable[Linear] = (),
-    adapter: str | None = None,
-) -> None:
-    """Raise InputError for a calibration of another checkpoint.
-
-    linears  to check with check_linears, too
-    adapter  key of the adapter that the source is merged with; a calibration of the base model is
-             accepted, and plans warn
-    """
-    path, next_step = calibration.path, "Calibrate it: fp4convert calibrate SOURCE -o FILE."
-    if fingerprint_of(source) != calibration.notes["fingerprint"]:
-        detail = f"{path} was made from another model than {source.name}"
-        detail += ": names, shapes or config.json differ"
-        raise InputError("calibration-model", detail, next_step)
-    if weights_of(source) != calibration.notes["weights"]:
-        detail = f"{path} was made from other weights of the same model as {source.name}"
-        detail += ": another revision or a fine-tune"
-        raise InputError("calibration-weights", detail, next_step)
-    merged = calibration.notes.get(ADAPTER)
-    if merged and merged != adapter:
-        detail = f"{path} was made with {'another' if adapter else 'an'} adapter"
-        step = "Give that adapter and its scale, or calibrate again."
-        raise InputError("calibration-weights", f"{detail}; expected this model's", step)
-    check_linears(calibration, linears)
 
 
 def check_linears(calibration: Calibration, linears: Iterable[Linear]) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fp4convert.calibration.statistics import Calibration, check_source
+from fp4convert.calibration.fingerprint import check_source
+from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.dialects.base import Ignored
 from fp4convert.conversion.artifact_job import index_text
 from fp4convert.conversion.dry_run import (

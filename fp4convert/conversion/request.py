@@ -207,7 +207,7 @@ def _understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linea
     key = adapter.key if adapter else None
     recipe = replace(recipe, target=recipe.target._replace(adapter=key))
     if calibration:
-        from fp4convert.calibration.statistics import check_source
+        from fp4convert.calibration.fingerprint import check_source
 
         check_source(calibration, source, adapter=key)
     inputs = measured_scales(calibration) if calibration else None

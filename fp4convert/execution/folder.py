@@ -14,7 +14,6 @@
 
 A shard that goes elsewhere is sent as a temporary file and never gets a name in OUT. It is removed
 after its record says that it has gone; `sweep` removes the files of a process that died before.
-
 Any number of processes may carry out the same plan at once.  Nothing foreign is ever removed.
 """
 

@@ -224,7 +224,7 @@ def choose_scales(
 
         if not is_calibration(str(asked)):  # a folder or a name on the Hub
             return copied_scales(_open(str(asked), source), f"{OPTION} {asked}")
-        from fp4convert.calibration.statistics import check_source
+        from fp4convert.calibration.fingerprint import check_source
 
         calibration = open_calibration(str(asked))
         check_source(calibration, source, adapter=adapter)

@@ -21,8 +21,9 @@ from fp4convert.planning.plan import Plan
 from fp4convert.recipes.rules import STACK_DIMENSIONS, is_expert_stack
 from fp4convert.recipes.uneven_formats import EXPERTS
 from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
-from fp4convert.storage.source import PaddedSource, Padding, Source
+from fp4convert.storage.source import Padding, Source
 
 OPTION = "--pad-for-tp"
 RANKS = (2, 4, 8)  # of which plans warn

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fp4convert.calibration.fingerprint import check_source
 from fp4convert.calibration.input_power import Inputs, describe_inputs
-from fp4convert.calibration.statistics import Calibration, check_source
+from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.floats import advise_on_types

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4convert.calibration.fingerprint import check_source
 from fp4convert.calibration.input_power import Inputs, output_power
-from fp4convert.calibration.statistics import Calibration, check_source
+from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.error_report import source_dtypes

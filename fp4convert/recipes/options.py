@@ -12,6 +12,8 @@ from dataclasses import MISSING, dataclass, fields
 from inspect import get_annotations
 from typing import Annotated, Any, NamedTuple
 
+from fp4convert.errors import InputError, did_you_mean
+
 TARGET, QUALITY, MODULES, DEVICE = "Target", "Quality", "Which modules", "Device"
 HUB, MACHINES, OUTPUT = "Hub", "Many machines", "Output"
 PANELS = (TARGET, QUALITY, MODULES, DEVICE, HUB, MACHINES, OUTPUT)  # as --help shows them
@@ -184,6 +186,20 @@ class RecipeOptions:
             take_words(self)
         else:
             beside()
+
+    def check_stacks(self) -> None:
+        """Raise InputError for unknown words on stacks, and rows without an order."""
+        next_step = "Give one of these, or leave it out."
+        for option, given, words in (
+            ("--stack-order", self.stack_order, STACK_ORDERS),
+            ("--stack-rows", self.stack_rows, STACK_ROWS),
+        ):
+            if given is not None and given not in words:
+                detail = f"{option} {given!r} is not known; expected {one_of(words)}"
+                raise InputError("unknown-stack", detail + did_you_mean(given, words), next_step)
+        if self.stack_rows is not None and self.stack_order is None:
+            detail = "--stack-rows says how gate and up share a stack; expected --stack-order, too"
+            raise InputError("unknown-stack", detail, f"Add --stack-order {one_of(STACK_ORDERS)}.")
 
 
 NOTHING_CHOSEN = RecipeOptions()

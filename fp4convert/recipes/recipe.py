@@ -7,14 +7,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fp4convert.errors import InputError, did_you_mean
+from fp4convert.errors import InputError
 from fp4convert.numerics.formats import IMPORTANCE, NVFP4, Format, check_rule, format_named
 from fp4convert.recipes.options import (
     KEEP,
     NOTHING_CHOSEN,
     SAME,
-    STACK_ORDERS,
-    STACK_ROWS,
     RecipeOptions,
     as_globs,
 )
@@ -293,18 +291,7 @@ def build_recipe(
     # Options are refused before a file is read.
     for pattern in (*as_globs(options.include), *as_globs(options.exclude)):
         compiled(pattern)
-    for option, given, words in (
-        ("--stack-order", options.stack_order, STACK_ORDERS),
-        ("--stack-rows", options.stack_rows, STACK_ROWS),
-    ):
-        if given is not None and given not in words:
-            detail = f"{option} {given!r} is not known; expected {' or '.join(words)}"
-            near = did_you_mean(given, words)
-            raise InputError("unknown-stack", detail + near, "Give one of these, or leave it out.")
-    if options.stack_rows is not None and options.stack_order is None:
-        detail = "--stack-rows says how gate and up share a stack; expected --stack-order with it"
-        raise InputError("unknown-stack", detail, f"Add --stack-order {' or '.join(STACK_ORDERS)}.")
-
+    options.check_stacks()
     written = _find_files(config, options.recipe)
     files = [_fill_ranges(file, config) for file in written]
     # The most special file comes first.

@@ -347,14 +347,11 @@ def _check_table(table: object, keys: _Keys, where: str) -> dict[str, Any]:
     Raises  InputError for an unknown key, a wrong value, or a missing one
     """
     if not isinstance(table, dict):
-        raise InputError(
-            "recipe-file", f"{where} is not a table; expected the keys {', '.join(keys)}"
-        )
+        detail = f"{where} is not a table; expected the keys {', '.join(keys)}"
+        raise InputError("recipe-file", detail)
     if unknown := [key for key in table if key not in keys]:
-        raise InputError(
-            "recipe-file",
-            f"{where}: no key {unknown[0]!r} is known; expected one of {', '.join(keys)}",
-        )
+        detail = f"{where}: no key {unknown[0]!r} is known; expected one of {', '.join(keys)}"
+        raise InputError("recipe-file", detail)
     values = {}
     for key, (expected, is_sound, default) in keys.items():
         value = table.get(key, default)

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fp4convert.errors import InputError
+from fp4convert.storage.padded import PaddedSource
 from fp4convert.storage.safetensors import Header, TensorRef
-from fp4convert.storage.source import PaddedSource, Source
+from fp4convert.storage.source import Source
 
 LISTED = re.compile(r"(.+\.experts\.(?:gate_up|down)_proj)s\.(\d+)\.(weight|bias)")
 RENAMED = re.compile(r"\.router\.linear\.(?=weight$|bias$)")

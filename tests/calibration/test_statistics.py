@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from fp4convert.calibration.calibration_file import open_calibration
-from fp4convert.calibration.fingerprint import fingerprint_of, weights_of
-from fp4convert.calibration.statistics import Calibration, check_source
+from fp4convert.calibration.fingerprint import check_source, fingerprint_of, weights_of
+from fp4convert.calibration.statistics import Calibration
 from fp4convert.calibration.workdir import join_parts, part_notes, write_part
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError

@@ -23,7 +23,7 @@ from tiny_chains import LENGTH, TEXT, calibrate, make_model, tokens_of
 from tiny_models import read_tensors
 
 from fp4convert.calibration.calibration_file import open_calibration
-from fp4convert.calibration.statistics import check_source
+from fp4convert.calibration.fingerprint import check_source
 from fp4convert.storage.open import open_source
 
 pytestmark = pytest.mark.engine
