@@ -304,10 +304,8 @@ def with_inputs(bench: Bench, heard: Mapping[str, Sequence[str]]) -> Iterable[Ro
     both = (LANGUAGE, SPEECH)
     yield Row(plain, "nvfp4 mse", dict.fromkeys(both, four))
     gptq = (*four, "--method", "gptq", "--calibration")
-    rounded = {
-        model: (*gptq, bench.calibration(model, "inputs", "--gram", "full", *inputs))
-        for model in both
-    }
+    seen = ("--gram", "full", "--format", "nvfp4", *inputs)
+    rounded = {model: (*gptq, bench.calibration(model, "inputs", *seen)) for model in both}
     yield Row(
         f"{plain} gptq",
         plain,
