@@ -21,7 +21,8 @@ test: $(VENV)/test.stamp
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not system and not gpu"
 
-slow: $(VENV)/test.stamp
+# Speech is spoken by espeak-ng (apt-get install espeak-ng).
+slow: $(VENV)/test.stamp build/real/packages.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m "slow and not system and not gpu"
 
 # Runs the real code in simulated worlds, half of the seeds on each of two cores; a million take a night. See docs/trust.md.
