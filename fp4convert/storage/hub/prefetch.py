@@ -22,8 +22,11 @@ from numpy.typing import NDArray
 
 from fp4convert.errors import CORRUPT, SourceError
 from fp4convert.storage.hub.fetchers import Fetchers
+from fp4convert.storage.hub.growth import Growth
+from fp4convert.storage.hub.pieces import AGAIN, OTHERWISE, Hashed, Piece, corrupt, hasher, is_same
 
 CONNECTIONS = 8  # pieces at once; a storage that limits each connection gives eight times one
+MOST_PARTS = 4  # of a piece, each by a connection of its own, where that brings more
 PIECE_NBYTES = 8 << 20
 KEPT_PARTS = 8  # memory of less than a piece / KEPT_PARTS is not reused
 REQUESTS = 4  # repetitions for a piece that differs each time
@@ -32,34 +35,6 @@ AHEAD = 4  # unrequested pieces of a stream; also requested ones before the hash
 # Part of the budget that scale groups leave to all streams together.
 SPARE_NBYTES = (AHEAD + CONNECTIONS) * PIECE_NBYTES
 OWN_NBYTES = 100 << 20  # part of the budget for the interpreter, its packages, and panels at work
-AGAIN = "Run the same command again."
-OTHERWISE = "two requests brought what the file does not hold"
-
-
-class Piece(NamedTuple):
-    """A range of a file.
-
-    is_hashed  its reader hashes the whole file
-    """
-
-    file: str
-    start: int
-    stop: int
-    is_hashed: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-    def __str__(self) -> str:
-        return f"{self.file}: bytes {self.start}-{self.stop - 1}"
-
-
-class Hashed(NamedTuple):
-    """Proof of a piece: the hash before its bytes, the digest after them."""
-
-    before: hashlib._Hash
-    digest: bytes
 
 
 class Hold(NamedTuple):
@@ -82,7 +57,8 @@ class Pieces:
     read_into      (file, start, buffer) fills the buffer; called by several threads
     budget_nbytes  of the process; a scale group that fits in it, but not beside the rest, is held
                    whole, alone
-    connections    pieces fetched at once; None for CONNECTIONS
+    connections    pieces fetched at once, each by one request; None for CONNECTIONS, each in parts
+                   where that brings more
     is_sure        returns True for a file whose bytes need no second request
     """
 
@@ -98,10 +74,12 @@ class Pieces:
         self._groups_nbytes = max(0, budget_nbytes - OWN_NBYTES - SPARE_NBYTES)  # for scale groups
         self._is_sure = is_sure
         self.connections = connections or CONNECTIONS
+        self._growth = Growth(self.connections, 1 if connections else MOST_PARTS)
         # Unused memory, by its size.
         self._free: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
         self.failure = SourceError("source-stopped", "reading was stopped")  # after the end
         self._pool = Fetchers(self.connections)
+        self._parts = Fetchers((MOST_PARTS - 1) * self.connections)
         self._known: dict[Piece, Future[memoryview]] = {}  # least recently used first
         self._spent: set[Piece] = set()  # streams need these again only for a second reading
         self._hashed: dict[Piece, Hashed] = {}
@@ -160,7 +138,7 @@ class Pieces:
         whole, of_file = self._whole.get(piece.file, (None, None))
         for _ in range(REQUESTS):
             data = self.take_buffer(piece.nbytes)
-            self._read_into(piece.file, piece.start, data)
+            self._read_parts(piece, data)
             expected = of_file if piece == whole else self._hashed.get(piece)
             if expected is None:
                 return data.toreadonly()
@@ -173,6 +151,21 @@ class Pieces:
         if of_file is not None and piece == whole:
             self.failure = corrupt(piece.file, of_file.digest.hex(), digest.hexdigest())
         raise self.failure
+
+    def _read_parts(self, piece: Piece, data: memoryview) -> None:
+        """Fill the buffer by as many requests at once as the line is worth."""
+        if self._is_sure(piece.file):
+            return self._read_into(piece.file, piece.start, data)
+        count = min(self._growth.parts, max(1, piece.nbytes // LEAST_NBYTES))
+        width = -(-piece.nbytes // count)
+        coming = [
+            self._parts.submit(self._read_into, piece.file, piece.start + at, data[at : at + width])
+            for at in range(width, piece.nbytes, width)
+        ]
+        self._read_into(piece.file, piece.start, data[:width])
+        for part in coming:
+            part.result()
+        self._growth.note(piece.nbytes)
 
     def fetch_whole(self, file: str, nbytes: int, oid: str) -> Future[memoryview]:
         """Fetch a small file by one request, and check its hash.
@@ -392,28 +385,10 @@ class Pieces:
     def close(self) -> None:
         """End: waiting and later readers get the error."""
         self._pool.close(self.failure)
+        self._parts.close(self.failure)
 
 
 def split(file: str, start: int, stop: int) -> list[Piece]:
     """Split a range into pieces for parallel requests."""
     nbytes = min(PIECE_NBYTES, max(LEAST_NBYTES, -(-(stop - start) // CONNECTIONS)))
     return [Piece(file, first, min(first + nbytes, stop)) for first in range(start, stop, nbytes)]
-
-
-def is_same(one: memoryview, other: memoryview) -> bool:
-    return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
-
-
-def hasher(nbytes: int, oid: str) -> hashlib._Hash:
-    """Begin a hash of the kind of an oid: git's has 40 digits, sha256 has 64."""
-    if len(oid) == 40:
-        return hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False)
-    return hashlib.sha256()
-
-
-def corrupt(file: str, oid: str, digest: str) -> SourceError:
-    return SourceError(
-        CORRUPT,
-        f"{file} came damaged: its hash is {digest[:16]}..., and the Hub lists {oid[:16]}...",
-        "Run the same command again; where the file is in the Hub's cache, remove it there.",
-    )

@@ -39,17 +39,8 @@ from fp4convert.storage.hub.api import hub_headers
 from fp4convert.storage.hub.fetchers import do_aside
 from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_token
 from fp4convert.storage.hub.listing import list_files
-from fp4convert.storage.hub.prefetch import (
-    AGAIN,
-    CONNECTIONS,
-    OTHERWISE,
-    PIECE_NBYTES,
-    Piece,
-    Pieces,
-    corrupt,
-    hasher,
-    split,
-)
+from fp4convert.storage.hub.pieces import AGAIN, OTHERWISE, Piece, corrupt, hasher
+from fp4convert.storage.hub.prefetch import CONNECTIONS, PIECE_NBYTES, Pieces, split
 from fp4convert.storage.hub.retry import Patience
 from fp4convert.storage.hub.stream import Stream
 from fp4convert.storage.json_text import parse_json_object

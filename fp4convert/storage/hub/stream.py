@@ -13,15 +13,8 @@ from functools import partial
 
 from fp4convert.errors import CORRUPT, SourceError
 from fp4convert.storage.hub import prefetch
-from fp4convert.storage.hub.prefetch import (
-    AGAIN,
-    Hashed,
-    Piece,
-    Pieces,
-    corrupt,
-    hasher,
-    is_same,
-)
+from fp4convert.storage.hub.pieces import AGAIN, Hashed, Piece, corrupt, hasher, is_same
+from fp4convert.storage.hub.prefetch import Pieces
 
 STALL_SECONDS = 1.0  # without a step of any reader: then nobody is on the way to a piece
 

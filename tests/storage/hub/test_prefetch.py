@@ -16,7 +16,8 @@ import pytest
 from fp4convert.errors import SourceError
 from fp4convert.storage.hub import prefetch
 from fp4convert.storage.hub import stream as stream_module
-from fp4convert.storage.hub.prefetch import Piece, Pieces, hasher, split
+from fp4convert.storage.hub.pieces import Piece, hasher
+from fp4convert.storage.hub.prefetch import Pieces, split
 from fp4convert.storage.hub.stream import Stream
 
 NBYTES = 64 << 10
@@ -83,6 +84,32 @@ def test_a_stream_stays_a_few_pieces_ahead_and_brings_the_rest_when_it_ends(file
     assert [piece.start for piece in stream.cover(1000, 3000)] == [0, 1024, 2048]
     stream.end()
     assert sorted(file.fetched) == [(at, at + 1024) for at in range(0, NBYTES, 1024)]
+
+
+@pytest.mark.parametrize("connections", [None, 8])
+def test_pieces_come_in_parts_where_each_connection_is_slow(connections, file, monkeypatch):
+    """A connection brings a byte in 100 us: with more of them more comes."""
+    monkeypatch.setattr(prefetch, "LEAST_NBYTES", 1 << 8)
+    widths = []
+
+    def read_into(name, start, buffer):
+        time.sleep(buffer.nbytes * 1e-4)
+        widths.append(buffer.nbytes)
+        file.read_into(name, start, buffer)
+
+    stream = Stream(Pieces(read_into, 1 << 20, connections), "f", NBYTES, SHA256)
+    stream.end()
+    assert sum(widths) == NBYTES
+    assert set(widths) == ({1 << 10} if connections else {1 << 10, 1 << 9, 1 << 8})
+
+
+def test_a_part_that_fails_fails_its_piece(file, monkeypatch):
+    monkeypatch.setattr(prefetch, "LEAST_NBYTES", 1 << 8)
+    kept = Pieces(file.read_into, 1 << 20)
+    kept._growth.parts, file.failures = 2, 1
+    with pytest.raises(SourceError):
+        kept.fetch(Piece("f", 0, 1 << 10, True)).result()
+    assert bytes(kept.fetch(Piece("f", 0, 1 << 10, True)).result()) == DATA[: 1 << 10]
 
 
 @pytest.mark.parametrize("budget", [0, 4 << 10, 1 << 20])
