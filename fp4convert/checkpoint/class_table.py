@@ -111,6 +111,13 @@ def _types_inside(package: str, name: str, config: object) -> dict[str, str]:
     return types
 
 
+def classes_of(model_type: str) -> tuple[str, ...]:
+    """Return the classes that a model type is published with, if any."""
+    index = _read_index()
+    names = (index["causal"].get(model_type), index["types"].get(model_type))
+    return tuple(name for name in names if name)
+
+
 def _is_of_other_type(name: str, model_type: object) -> bool:
     """Return whether a class and a model type are of two families.
 

@@ -184,7 +184,11 @@ def draw_merged(screen: Screen, merged: Document) -> None:
 
 
 def draw_recipes(screen: Screen, found: Document) -> None:
-    """Draw every recipe in a line, families with their models; or one recipe."""
+    """Draw every recipe in a line, families with their models; or one recipe; or YAML."""
+    if "yaml" in found:
+        for line in found["yaml"].splitlines():
+            screen.unwrapped(line)
+        return
     if "recipes" not in found:
         draw_recipe(screen, found)
         return

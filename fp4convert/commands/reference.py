@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fp4convert.errors import InputError
 from fp4convert.options.looking import ExplainOptions, RecipesOptions
 
 
@@ -25,9 +26,18 @@ def explain(options: ExplainOptions) -> dict[str, Any]:
 
 
 def recipes(options: RecipesOptions) -> dict[str, Any]:
-    """Return one recipe, or all of them."""
+    """Return one recipe, or all of them; or the variants of a family for vLLM's recipes."""
     from fp4convert.recipes import toml_files
 
+    if options.yaml or options.engine:
+        if not (options.yaml and options.engine == "vllm" and options.name):
+            detail = f"--for {options.engine} and --yaml {options.yaml} for {options.name}"
+            step = "For example: fp4convert recipes llama --for vllm --yaml."
+            raise InputError("usage", f"{detail}; expected a family with both", step)
+        from fp4convert.engines.vllm_recipes import as_yaml, vllm_variants
+
+        variants = vllm_variants(options.name)
+        return {"variants": variants, "yaml": as_yaml(variants)}
     if options.name is None:
         return toml_files.describe_known()
     return toml_files.describe(options.name)

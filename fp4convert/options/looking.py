@@ -220,3 +220,17 @@ class RecipesOptions:
         str | None,
         Option("Show one recipe, or a TOML file of your own.", is_argument=True, is_recipe=True),
     ] = None
+    _: KW_ONLY
+    engine: Annotated[
+        str | None,
+        Option(
+            "With --yaml: the engine, vllm, whose recipes get variants of this family.",
+            ("vllm",),
+            flags=("--for",),
+            panel=TARGET,
+            value="vllm",
+        ),
+    ] = None
+    yaml: Annotated[
+        bool, Option("Print the variants of vllm-project/recipes that vLLM loaded.", panel=OUTPUT)
+    ] = False

@@ -295,10 +295,18 @@ def _loading(subject: Subject, repo: str) -> Iterator[str]:
     """Yield sections on engines that load it, and on engines that fail."""
     if subject.contents is None:
         return
-    for verdict in judge_all(subject.contents):
-        is_model = bool(subject.config.get("architectures")) or not verdict.engine.code
-        if verdict.may_load and is_model:
-            yield from _with_engine(verdict, subject, repo)
+    has_class = bool(subject.config.get("architectures"))
+    loading = [
+        each
+        for each in judge_all(subject.contents)
+        if each.may_load and (has_class or not each.engine.code)
+    ]
+    if loading:
+        heads = ("engine", "versions", "how that is known")
+        yield "## What loads it"
+        yield table([heads, *((v.engine.name, v.versions, v.words) for v in loading)])
+    for verdict in loading:
+        yield from _with_engine(verdict, subject, repo)
     if traps := [trap_text(*trap) for trap in find_traps(subject.contents)]:
         yield "## Known not to load it"
         yield "\n".join(f"- {trap}." for trap in traps)
@@ -308,9 +316,7 @@ def _with_engine(verdict: Verdict, subject: Subject, repo: str) -> Iterator[str]
     """Yield a heading for an engine, its needs, and the line to type."""
     engine = verdict.engine
     yield f"## With {engine.name}"
-    versions = f" Versions {code(verdict.versions)}." if verdict.versions else ""
-    says = verdict.row.says if verdict.row else verdict.why
-    yield f"{verdict.words[0].upper()}{verdict.words[1:]}: it {says}.{versions}"
+    yield f"It {verdict.row.says if verdict.row else verdict.why}."
     if engine.code:
         yield _install(engine, subject.dialect)
         yield _fence("python", "\n".join(load_code(engine, subject.config, repo)))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
+from cited_lines import stale
 from paths import ROOT
 
 from fp4convert.engines.files import known_engines
@@ -32,22 +32,6 @@ def installed(package: str) -> list[tuple[str, Path]]:
         if name in (package, f"{package}_cpu") and folder.is_dir():
             found.append((version.partition("+")[0], folder))
     return found
-
-
-@cache
-def files(folder: Path) -> tuple[Path, ...]:
-    return tuple(folder.rglob("*.py"))
-
-
-def stale(row: Row, folder: Path) -> list[str]:
-    """The cited lines that a package has not."""
-    missing = []
-    for line in row.lines:
-        name, _, text = line.partition(": ")
-        known = [file for file in files(folder) if file.as_posix().endswith(f"/{name}")]
-        if not any(text in file.read_text(encoding="utf-8") for file in known):
-            missing.append(line)
-    return missing
 
 
 @pytest.mark.skipif(not JUDGES.exists(), reason="needs `make engines`: no .venv-engines")

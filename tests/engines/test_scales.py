@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from calibrations import write_calibration
 from compressed_tensors_export import export_compressed
 from modelopt_export import FP4, FP8, export_modelopt, with_exceptions
+from packaging.version import Version
 from tiny_models import differing, fp4convert, fp4convert_json, make_llama, read_json, read_tensors
 
 from fp4convert.storage.open import open_source
@@ -27,6 +29,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You passed `quantization_config`"),
 ]
 
+looks_for_caches = pytest.mark.skipif(
+    Version(version("transformers")) >= Version("5.24"),
+    reason="attention's argument is cache there, and compressed-tensors 0.20 looks for another",
+)
 CT, MO = "compressed-tensors", "modelopt"
 MODULES, ATTENTIONS = 14, 2
 EXPORTS = {
@@ -195,6 +201,7 @@ def _load(folder: Path) -> Any:
     return model.eval()
 
 
+@looks_for_caches
 def test_compressed_tensors_loads_scales_of_modules_and_caches(
     judged: Judged, tmp_path: Path
 ) -> None:
@@ -259,6 +266,7 @@ def test_scales_of_an_nvfp4_cache_are_modelopts_of_the_same_amaxes(
     assert all(tensor.dtype == torch.float32 for tensor in ours.values())
 
 
+@looks_for_caches
 def test_compressed_tensors_loads_an_nvfp4_cache_and_makes_it_zero(
     judged: Judged, tmp_path: Path
 ) -> None:

@@ -303,6 +303,8 @@ def test_engines_are_named_where_the_readme_names_them(format, dialect, known, l
         write_llama(tmp_path / "m"), tmp_path / "q", {"format": format, "dialect": dialect}
     )
     assert engines(card) == known
+    table = card.partition("## What loads it\n\n")[2].partition("\n\n")[0].splitlines()
+    assert {row.split(" | ")[0].strip("| `") for row in table[2:]} == known
     assert ModelCard(card).data.get("library_name") == library
     assert ("AutoModelForCausalLM" in card) == ("transformers" in known)
 

@@ -193,15 +193,18 @@ def test_the_demo_installs_what_is_required_alone_and_says_so_first(tmp_path):
 
 
 def test_the_version_is_written_once():
-    """In the package; whoever else says it, asks for it."""
+    """In the package; whoever else says it, asks for it, or is compared here."""
     assert "version" not in PROJECT
     assert version("fp4convert") == __version__
-    assert (
-        re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[
-            1
-        ]
-        == __version__
-    )
+    log, citation = ((ROOT / name).read_text("utf-8") for name in ("CHANGELOG.md", "CITATION.cff"))
+    assert re.search(r"^## (\S+)", log, re.MULTILINE)[1] == __version__
+    assert re.search(r"^version: (\S+)", citation, re.MULTILINE)[1] == __version__
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    said = [
+        re.findall(r"fp4convert(?:==| v?)(\d+\.\d+\.\d+)", each.read_text("utf-8"))
+        for each in pages
+    ]
+    assert {version for found in said for version in found} <= {__version__}
     assert not [
         file
         for file in (ROOT / "fp4convert").rglob("*.py")
