@@ -51,7 +51,7 @@ def cards() -> Iterator[str]:
         for part in kinds:
             uses = (use_of(gpu, one, part, "compressed-tensors") for one in engines_with_kernels())
             named = {
-                use.engine.name: f"{use.kernel.computes}, {use.kernel.kernel.partition(' with ')[0]}"
+                use.engine.name: f"{use.kernel.computes}, {use.kernel.kernel}"
                 for use in uses
                 if use.kernel
             }

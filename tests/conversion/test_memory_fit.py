@@ -108,7 +108,7 @@ def test_what_cannot_be_is_refused(words, code, source):
 
 
 def test_a_card_by_its_name_is_its_memory_and_its_kernels(source):
-    """An RTX 5090 has 32 GB; the tiny model's cache takes 0.000004 GB of them."""
+    """An RTX 5090 has 32 GB; 2 x 1 layer x 1 head x 64 x 32,768 tokens x 2 bytes are 8.39 MB."""
     found = plan(source, "--fit", "rtx5090")
     assert found.json["gpu"]["architecture"] == "sm120"
-    assert "fits: 32 GB x 0.9 - " in found.err
+    assert "fits: 32.0 GB x 0.9 - 8.39 MB" in found.err
