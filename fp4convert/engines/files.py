@@ -27,6 +27,7 @@ ENGINES = (  # words of --for, in the order of lists
     "comfyui",
     "diffusers",
 )
+SERVERS = ENGINES[:4]  # which read the class of a model in config.json
 # Programs made of an engine, which nobody looked at themselves.
 MADE_OF = {"lm-studio": "llama.cpp", "koboldcpp": "llama.cpp", "llamafile": "llama.cpp"}
 OTHERS = ("ollama",)  # engines of --for that are in no list: no model was loaded in them
