@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from fp4convert.engines.files import Engine, Preset, known_engines
-from fp4convert.engines.rows import Condition, Row
+from fp4convert.engines.gpus import engines_with_kernels, known_gpus, use_of
+from fp4convert.engines.rows import Condition, Part, Row
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.engine_facts import load_code
 
@@ -38,6 +39,31 @@ def serve() -> Iterator[str]:
         then = [f"`{line}`" if line else "", usual.note]
         rows.append((engine.name, f"`{words}`", "; ".join(filter(None, then)), tried(engine)))
     yield from table(("engine", "type this", "then", "tried"), [*rows, KERNELS])
+
+
+def cards() -> Iterator[str]:
+    """List cards with the kernels that vLLM and SGLang choose there."""
+    kinds = [Part("nvfp4", 16, False), Part("nvfp4", 4, False), Part("fp8 row", 8, False)]
+    kinds.append(Part("kv-nvfp4", 16, False))
+    rows: dict[str, tuple[object, ...]] = {}
+    for gpu in known_gpus():
+        cells = []
+        for part in kinds:
+            uses = (use_of(gpu, one, part, "compressed-tensors") for one in engines_with_kernels())
+            named = {
+                use.engine.name: f"{use.kernel.computes}, {use.kernel.kernel}"
+                for use in uses
+                if use.kernel
+            }
+            words = [f"{engine}: {word}" for engine, word in named.items()]
+            same = len(named) > 1 and len(set(named.values())) == 1
+            cells.append(
+                next(iter(named.values())) if same else "; ".join(words) or "not looked at"
+            )
+        names = f"{rows[gpu.arch][0]}, {gpu.name}" if gpu.arch in rows else gpu.name
+        rows[gpu.arch] = (names, gpu.arch.upper(), *cells)
+    heads = ("card", "", "NVFP4", "with `--activations 4`", "FP8", "NVFP4 cache")
+    yield from table(heads, list(rows.values()))
 
 
 def tried(engine: Engine) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 from carried_tables import carried
-from engine_tables import chosen, serve, table
+from engine_tables import cards, chosen, serve, table
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.checkpoint.dialects.target_forms import module_form
@@ -185,7 +185,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     part.__name__: part
     for part in (
         *(blocks, formats, codes, scales, dialects, carried, layouts),
-        *(left_behind, serve, chosen, gpu_bars),
+        *(left_behind, serve, chosen, cards, gpu_bars),
     )
 }
 

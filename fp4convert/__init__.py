@@ -14,6 +14,7 @@ from fp4convert.version import __version__
 
 if TYPE_CHECKING:
     from fp4convert.calibration.result import Calibrated
+    from fp4convert.commands.fp8_tensors import QuantizedFp8
     from fp4convert.commands.functions import (
         analyze,
         attest,
@@ -72,6 +73,7 @@ _HOMES = {  # module -> its public names
         "transcode",
         "verify",
     ),
+    "commands.fp8_tensors": ("QuantizedFp8",),
     "commands.modules": ("OpenArtifact", "arrange_scales", "open_artifact"),
     "commands.products": ("multiply_tensor",),
     "commands.tensors": (
@@ -110,6 +112,7 @@ __all__ = [
     "OutputError",
     "Phases",
     "Quantized",
+    "QuantizedFp8",
     "Result",
     "SourceError",
     "Verified",

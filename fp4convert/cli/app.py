@@ -241,6 +241,8 @@ def _bad_usage(error: Any, arguments: list[str], helped: str) -> InputError:
         word = next(each for each in arguments if not each.startswith("-"))
         step = answer_command(word, COMMANDS)
         return InputError("usage", f"fp4convert has no command {word!r}", step or see)
+    if "unexpected extra argument" in error.format_message():
+        return InputError("usage", error.format_message(), f"One source a call. {see}")
     missed = getattr(error, "param", None)
     if type(error).__name__ == "MissingParameter" and missed and missed.opts[0].startswith("-"):
         step = f"Add {min(missed.opts, key=len)} {missed.metavar}. {see}"

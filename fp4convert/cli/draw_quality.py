@@ -101,6 +101,11 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
     if (more := len(artifact["patterns"]) - MOST_PATTERNS) > 0:
         screen.line(f"{'':<25}and {more} more patterns: --json")
     _draw_engines(screen, artifact)
+    if "gpu" in artifact:
+        from fp4convert.engines.gpus import lines_of
+
+        for line in lines_of(artifact["gpu"]):
+            screen.line(line, hang=4)
     draw_findings(screen, artifact["findings"])
     good = "healthy by its records and scales; verify --source compares the values"
     if source := artifact.get("source"):

@@ -231,10 +231,38 @@ def draw_explained(screen: Screen, explained: Document) -> None:
             screen.unwrapped(line)
     elif "code" in explained:
         draw_code(screen, explained)
+    elif "gpu" in explained:
+        draw_gpu(screen, explained["gpu"])
+    elif "engine" in explained:
+        draw_engine(screen, explained["engine"])
     elif explained == explain_all():
         draw_subjects(screen, explained)
     else:
         draw_codes(screen, explained)
+
+
+def draw_gpu(screen: Screen, gpu: Document) -> None:
+    """Draw what engines run on a card."""
+    screen.line(f"{gpu['name']}: {gpu['architecture'].upper()}, {gpu['memory_gb']} GB", "bold")
+    for engine in dict.fromkeys(use["engine"] for use in gpu["uses"]):
+        screen.line(f"{engine}, read in its source:")
+        for use in gpu["uses"]:
+            if use["engine"] == engine:
+                screen.line(f"  {use['says']}", hang=4)
+    screen.line(gpu["advice"])
+
+
+def draw_engine(screen: Screen, engine: Document) -> None:
+    """Draw what an engine loads, a row of its file in a line."""
+    screen.line(f"{engine['name']} {engine['version'] or ''}: {engine['tried']}", "bold")
+    for row in engine["rows"]:
+        which = " ".join(filter(None, (row["versions"], *row["dialects"])))
+        more = f"; {row['instead']}" if row["instead"] else ""
+        screen.line(
+            f"  {row['effect']:<8}{which}: {row['says']}{more} ({row['evidence']})", hang=10
+        )
+    if engine["serve"]:
+        screen.line(f"serve: {engine['serve']}")
 
 
 def draw_subjects(screen: Screen, known: Document) -> None:

@@ -69,7 +69,7 @@ COMMANDS = {  # ours: theirs
     "calibrate": "calib collect imatrix",
 }
 REMARKS = {
-    "--format": "Its words are nvfp4 and mxfp4.",
+    "--format": "Its words are nvfp4, mxfp4, fp8 and mxfp8.",
     "--calibration": "fp4convert calibrate makes the file that it takes.",
 }
 

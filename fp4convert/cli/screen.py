@@ -105,7 +105,7 @@ class Screen:
         try:
             if self.is_json:
                 # Never all at once: a plan can have tens of megabytes.
-                for piece in pieces_of(document):
+                for piece in pieces_of(document, is_short=True):
                     sys.stdout.write(piece)
                 print()
             else:

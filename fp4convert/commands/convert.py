@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.commands.checks import as_warnings
+from fp4convert.engines.files import judged_as
 from fp4convert.errors import OutputError, shell_line
 from fp4convert.numerics.formats import GLOBAL_RANGE
 from fp4convert.options.access import WorkOptions
@@ -56,7 +57,9 @@ def quantize(options: QuantizeOptions) -> Result:
     if settings.share:
         steps = [shell_line("fp4convert", "merge", work.options.folder)]
     engine = work.verdicts[0].as_json() if work.verdicts else None
-    return replace(result, warnings=[*work.warnings, *lost], next=steps, engine=engine)
+    gpu = _describe_gpu(work)
+    warnings = [*work.warnings, *lost]
+    return replace(result, warnings=warnings, next=steps, engine=engine, gpu=gpu)
 
 
 def _losses(result: Result) -> list[str]:
@@ -115,10 +118,21 @@ def preview_quantize(options: QuantizeOptions) -> dict[str, Any]:
         found["peak_disk_bytes"] = peaks[-1]
     if isinstance(work, Conversion) and (usual := forecast(work.plan.target, work.source)):
         found["usual_loss"] = usual
+    if gpu := _describe_gpu(work):
+        found["gpu"] = gpu
     if not work.verdicts:
         return found
     engines = [verdict.as_json() for verdict in work.verdicts]
     return {**found, "engine": engines[0], "engines": engines}
+
+
+def _describe_gpu(work: Work) -> dict[str, Any] | None:
+    """Return the key "gpu" of the document; None without --gpu."""
+    if work.options.gpu is None:
+        return None
+    from fp4convert.engines.gpus import describe_uses, parse_gpu
+
+    return describe_uses(parse_gpu(work.options.gpu), work.uses)
 
 
 def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
@@ -152,8 +166,15 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
         import_ray()
     settings.phases.begin("plan")
     work = prepare(options, settings.phases, may_write=not is_dry)
+    for line in judged_as(options.engine or ""):
+        settings.tell(line)
     for verdict in work.verdicts:
         settings.tell(choice_text(verdict, work.plan))
+    if options.gpu is not None:
+        from fp4convert.engines.gpus import lines_of
+
+        for line in lines_of(_describe_gpu(work) or {}):
+            settings.tell(line)
     called = " or ".join(verdict.engine.called() for verdict in work.verdicts)
     if work.verdicts and (added := added_words(called, given.exclude, options.exclude)):
         settings.tell(added)

@@ -68,6 +68,7 @@ def quantize(
     target_bits: float | None = None,
     fit: float | str | None = None,
     context: int | None = None,
+    gpu: str | None = None,
     keep_packed: bool = False,
     base: Reference | None = None,
     keep_dtype: str | None = None,
@@ -117,9 +118,11 @@ def quantize(
         of: fp8, nvfp4.
     target_size: Largest size of the result: modules get formats by measured loss.
     target_bits: The same as bits per weight, averaged over the quantized modules.
-    fit: Memory of the card that is to serve it, such as 24GB. The largest size of the result is
-        what it leaves beside the cache of --context tokens and a tenth for the engine.
+    fit: The card that is to serve it, or its memory: rtx5090, 24GB. The largest size of the result
+        is what it leaves beside the cache of --context tokens and a tenth for the engine.
     context: With --fit: tokens of the cache. Default: up to 32768.
+    gpu: Card that is to serve it, such as rtx5090: say which kernels run there, and refuse what
+        runs in none.
     keep_packed: Do not expand kept FP8, int4 and FP4 modules to bf16.
     base: Take what stays from this FP8 or MXFP8 checkpoint of the same model, bit for bit.
     keep_dtype: Write kept fp32 matrices, and packed ones that become floats, as this; vectors and
@@ -216,6 +219,7 @@ def preview_quantize(
     target_bits: float | None = None,
     fit: float | str | None = None,
     context: int | None = None,
+    gpu: str | None = None,
     keep_packed: bool = False,
     base: Reference | None = None,
     keep_dtype: str | None = None,
@@ -411,6 +415,7 @@ def inspect(
     follow_links: bool = False,
     tell: Callable[[str], None] = ignore,
     engine: str | None = None,
+    gpu: str | None = None,
     source: Reference | None = None,
     full: bool = False,
     sarif: Reference | None = None,
@@ -426,6 +431,8 @@ def inspect(
     artifact: A quantized checkpoint: a folder, one file, or ORG/NAME on the Hub.
     engine: Engine that is to load it. ENGINE:VERSION names a version, vllm,sglang several. One of:
         vllm, sglang, tensorrt-llm, transformers, llama.cpp, mlx, comfyui, diffusers.
+    gpu: Card that is to serve it, such as rtx5090: say which kernels run there, and refuse what
+        runs in none.
     source: The original checkpoint: compare values with it, too.
     full: Read every block scale, not a sample.
     sarif: Write the findings as SARIF 2.1.0, for code scanning.

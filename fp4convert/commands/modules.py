@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from fp4convert.checkpoint import artifact as checkpoint_artifact
 from fp4convert.checkpoint.soundness import refuse_unsound
-from fp4convert.commands.tensors import check_here, kind_of
+from fp4convert.commands.tensors import check_here, kind_of, layout_named
 from fp4convert.errors import InputError, did_you_mean
 from fp4convert.numerics import scale_layouts
 from fp4convert.numerics.matrices import Quantized
 from fp4convert.options.looking import InspectOptions
-from fp4convert.recipes.options import one_of
 
 if TYPE_CHECKING:
     from fp4convert.recipes.options import Reference
@@ -33,7 +32,7 @@ class OpenArtifact(Mapping[str, Quantized]):
         if module not in self._artifact.modules:
             raise KeyError(f"{module}{did_you_mean(module, self)}")
         blocks = self._artifact.decode(module)
-        return blocks.rows(0, blocks.shape[0])
+        return blocks.rows(0, blocks.shape[0]).shaped()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._artifact.modules)
@@ -71,9 +70,5 @@ def arrange_scales(q: Quantized, scale_layout: str) -> NDArray[np.uint8]:
     """
     if not isinstance(q, Quantized):
         raise InputError("tensor-type", f"a {kind_of(q)} is given; expected a Quantized")
-    check_here(q)
-    if scale_layout not in scale_layouts.LAYOUTS:
-        detail = f"scale_layout {scale_layout!r:.60} is not known; expected"
-        raise InputError("scale-layout", f"{detail} {one_of(list(scale_layouts.LAYOUTS))}")
-    layout = scale_layouts.LAYOUTS[scale_layout]
-    return np.frombuffer(scale_layouts.arrange_scales(q, layout), np.uint8)
+    layout = layout_named(scale_layout)
+    return np.frombuffer(scale_layouts.arrange_scales(check_here(q), layout), np.uint8)

@@ -70,14 +70,14 @@ def multiply_tensor(
         return work.multiply(batch, *_plain_vectors(work, batch, x, is_batch))
 
 
-def _check_batch(batch: Sequence[Any]) -> int | None:
-    """Return the number of their GPU; None on the CPU."""
+def _check_batch(batch: list[Any]) -> int | None:
+    """Return the number of their GPU; None on the CPU, where parts become flat."""
     if not batch:
         raise InputError("gemv-shape", "no matrix is given; expected one or more")
     places: dict[int | None, str] = {}
-    for q in batch:
+    for place, q in enumerate(batch):
         if isinstance(q, Quantized):
-            check_here(q)
+            batch[place] = check_here(q)
             places[None] = "the CPU"
         else:
             device = check_there(q)

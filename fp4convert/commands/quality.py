@@ -52,9 +52,29 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
     artifact = _open_first(options, options.artifact)
     original = _open_recorded(options, artifact.record) if options.source else None
     description = inspection.inspect(artifact, original, options.full, phases, engines)
+    if options.gpu is not None:
+        _judge_gpu(options, artifact, description)
     if sarif:
         write_sarif(sarif, artifact, description["findings"])
     return description
+
+
+def _judge_gpu(options: InspectOptions, artifact: Artifact, description: dict[str, Any]) -> None:
+    """Add the kernels on the card of --gpu, and a finding where there is none."""
+    from fp4convert.engines import gpus
+    from fp4convert.quality.engine_check import artifact_contents
+
+    gpu, contents = gpus.parse_gpu(str(options.gpu)), artifact_contents(artifact, ())
+    uses = gpus.uses_of(gpu, gpus.readers(options.engine, contents), contents)
+    description["gpu"] = gpus.describe_uses(gpu, uses)
+    details = gpus.find_warnings(uses)
+    findings = [("warning", detail) for detail in details]
+    if fault := gpus.find_fault(gpu, uses, contents.dialect, options.engine is not None):
+        findings, description["healthy"] = [("error", "; ".join(fault))], False
+    description["findings"] += [
+        {"level": level, "code": "gpu-kernel", "tensor": None, "detail": detail}
+        for level, detail in findings
+    ]
 
 
 @keeping_nothing()

@@ -11,6 +11,8 @@ from fp4convert.options.looking import ExplainOptions, RecipesOptions
 def explain(options: ExplainOptions) -> dict[str, Any]:
     """Return the meaning of a code, the codes of a subject, or all codes.
 
+    Of an engine or a card: what is known of it.
+
     "agents" is the page for agents.
     """
     from fp4convert.report import text
@@ -22,7 +24,20 @@ def explain(options: ExplainOptions) -> dict[str, Any]:
         return text.explain_all()
     if text.is_subject(options.code):
         return text.explain_all(options.code)
+    if found := _explain_serving(options.code):
+        return found
     return text.explain(options.code)
+
+
+def _explain_serving(word: str) -> dict[str, Any] | None:
+    """Describe an engine or a card by its name; None for other words."""
+    from fp4convert.engines import gpus
+    from fp4convert.engines.files import find_engine
+
+    if gpu := gpus.find_gpu(word):
+        return {"gpu": gpus.describe_uses(gpu, gpus.every_use(gpu))}
+    engine = find_engine(word)
+    return {"engine": engine.as_json()} if engine else None
 
 
 def recipes(options: RecipesOptions) -> dict[str, Any]:

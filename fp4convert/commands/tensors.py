@@ -11,12 +11,15 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, get_args, overload
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4convert.commands import fp8_tensors
+from fp4convert.commands.fp8_tensors import QuantizedFp8
 from fp4convert.errors import InputError, NumericError
 from fp4convert.numerics.backends.base import Given
 from fp4convert.numerics.backends.cpu import Cpu
@@ -32,7 +35,9 @@ from fp4convert.numerics.formats import (
     format_named,
 )
 from fp4convert.numerics.matrices import InMemory, Matrix, Quantized
-from fp4convert.numerics.value_checks import find_not_finite_values
+from fp4convert.numerics.scale_layouts import LAYOUTS, LINEAR, Layout
+from fp4convert.numerics.value_checks import check_largest, find_not_finite_values
+from fp4convert.recipes.options import one_of
 
 if TYPE_CHECKING:
     import torch
@@ -50,28 +55,6 @@ class OnGpu(Protocol):
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
 
-@overload
-def quantize_tensor(
-    x: NDArray[Any],
-    *,
-    format: str,
-    global_amax: float | None = None,
-    scale_rule: str | None = None,
-    importance: Float32s | torch.Tensor | None = None,
-) -> Quantized: ...
-
-
-@overload
-def quantize_tensor(
-    x: torch.Tensor | OnGpu,
-    *,
-    format: str,
-    global_amax: float | None = None,
-    scale_rule: str | None = None,
-    importance: Float32s | torch.Tensor | None = None,
-) -> Quantized | DeviceQuantized: ...
-
-
 def quantize_tensor(
     x: NDArray[Any] | torch.Tensor | OnGpu,
     *,
@@ -79,37 +62,51 @@ def quantize_tensor(
     global_amax: float | None = None,
     scale_rule: str | None = None,
     importance: Float32s | torch.Tensor | None = None,
-) -> Quantized | DeviceQuantized:
+    scale_layout: str | None = None,
+) -> Any:
     """Return the codes and scales of one matrix, as `quantize` writes them.
 
     x            (rows, columns) NumPy float32, float16 or ml_dtypes.bfloat16, or such a torch
                  tensor on the CPU, in any strides; or a torch tensor or an array of any package
                  with DLPack or `__cuda_array_interface__` on a GPU, row-major; columns a multiple
                  of 16 (nvfp4) or 32 (mxfp4); not changed
-    format       nvfp4 or mxfp4
+    format       nvfp4, mxfp4, fp8 or mxfp8; of eight bits on the CPU
     global_amax  nvfp4: the largest magnitude of all matrices that share its global scale
                  (q/k/v, gate/up); default: of x
     scale_rule   of the format; default mse, as `quantize` has it
     importance   (columns,) float32 second moments of the inputs on the CPU, for rule importance
-    Returns      Quantized in memory of its own, its global scale a multiplier: packed,
-                 rows * columns / 2 bytes, element 2i in bits 0-3; block_scales, a byte a block,
-                 row-major. Of x on a GPU a DeviceQuantized: the same bytes as arrays of CuPy there,
-                 made on torch's current stream for a torch tensor, else on CuPy's.
+    scale_layout  of nvfp4 and mxfp4 the order of block_scales, a name of docs/bytes.md: another
+                 than linear is flat, padded with zeros to whole tiles; of fp8 what shares a scale:
+                 row (default), tensor or 128x128
+    Returns      Quantized in memory of its own, its global scale a multiplier: packed, (rows,
+                 columns / 2) bytes, element 2i in bits 0-3; block_scales, (rows, blocks) bytes.
+                 Of x on a GPU a DeviceQuantized: the same bytes as arrays of CuPy there, made on
+                 torch's current stream for a torch tensor, else on CuPy's. Of eight bits a
+                 QuantizedFp8: codes (rows, columns), block_scales
     Raises       InputError for any other format, rule, type, dtype, device or shape, and for a
                  global_amax that is no number or below the largest of x; NumericError for NaN and
                  infinity, with the first place; DeviceError for a GPU that cannot be used
     """
-    fmt = format_named(format, FP4_FORMATS)
+    fmt = format_named(format)
+    layout = LINEAR if fmt.is_fp8 else layout_named(scale_layout or LINEAR.name)
     rule = check_rule(fmt, fmt.default_rule if scale_rule is None else scale_rule)
     moments = None if importance is None else _moments(importance)
     if moments is not None and rule != IMPORTANCE:
         detail = f"importance is given, and scale rule {rule} does not use it"
         raise InputError("scale-rule", detail, "Leave it out.")
     if (device := gpu_of(x)) is not None:
+        if fmt.is_fp8:
+            detail = f"x is on cuda:{device}; expected the CPU, for {fmt.name}"
+            raise InputError("tensor-device", detail, "Copy it: x.cpu().")
         with working_at(x, device) as work:
-            return _quantize_there(work, x, fmt, rule, (global_amax, moments))
+            there = _quantize_there(work, x, fmt, rule, (global_amax, moments))
+            return work.arranged(there, layout)
     weights = InMemory(matrix_of(x, fmt))
     _refuse_not_finite(weights)
+    if fmt.is_fp8:
+        if global_amax is not None:
+            _check_amax(global_amax, fmt, 0)
+        return fp8_tensors.quantize(weights, fmt, rule, scale_layout)
     chosen = None
     if global_amax is not None:
         chosen = _check_amax(global_amax, fmt, Cpu().amax(weights.matrix))
@@ -122,10 +119,22 @@ def quantize_tensor(
         codes[: len(q.packed)], scales[: len(q.block_scales)] = q.packed, q.block_scales
         codes, scales = codes[len(q.packed) :], scales[len(q.block_scales) :]
         global_scale = q.global_scale
-    return Quantized(fmt, weights.shape, packed.data, block_scales.data, global_scale)
+    q = Quantized(fmt, weights.shape, packed.data, block_scales.data, global_scale).shaped()
+    if layout is LINEAR:
+        return q
+    stored = layout.arrange_array(np.asarray(q.block_scales), np).data
+    return replace(q, block_scales=stored, scale_layout=layout.name)
 
 
-def dequantize_tensor(q: Quantized | DeviceQuantized, dtype: str = "fp32") -> Any:
+def layout_named(name: str) -> Layout:
+    """Look an order of block scales up; InputError names the known ones."""
+    if isinstance(name, str) and name in LAYOUTS:
+        return LAYOUTS[name]
+    detail = f"scale_layout {name!r:.60} is not known; expected {one_of(list(LAYOUTS))}"
+    raise InputError("scale-layout", detail, "Choose one of these.")
+
+
+def dequantize_tensor(q: Quantized | DeviceQuantized | QuantizedFp8, dtype: str = "fp32") -> Any:
     """Return the values of a Quantized, as engines compute them.
 
     q        its parts as long as format and shape say; of a DeviceQuantized they are arrays of any
@@ -136,11 +145,14 @@ def dequantize_tensor(q: Quantized | DeviceQuantized, dtype: str = "fp32") -> An
     Raises   InputError for any other; NumericError where a value is beyond its range
     """
     stored = dtype_named(dtype)
+    if isinstance(q, QuantizedFp8):
+        values = fp8_tensors.values_of(q)
+        check_largest(float(np.abs(values).max()), stored)
+        return values.astype(FLOAT_DTYPES[stored])
     if isinstance(q, Quantized):
-        check_here(q)
         panels = [
             np.frombuffer(panel, FLOAT_DTYPES[stored])
-            for panel in Cpu().dequantize_panels(q, stored)
+            for panel in Cpu().dequantize_panels(check_here(q), stored)
         ]
         return np.concatenate(panels).reshape(q.shape)
     device = check_there(q)
@@ -185,11 +197,14 @@ def _check_fields(q: Quantized | DeviceQuantized) -> None:
         raise InputError("bad-quantized", detail)
 
 
-def check_here(q: Quantized) -> None:
-    """Raise InputError unless its fields and the lengths of its parts fit."""
+def check_here(q: Quantized) -> Quantized:
+    """Return it with flat parts and linear scales.
+
+    Raises  InputError unless its fields and the lengths of its parts fit
+    """
     _check_fields(q)
-    elements = math.prod(q.shape)
-    sizes = {"packed": elements // 2, "block_scales": elements // q.format.block_size}
+    layout, grid = layout_named(q.scale_layout), (q.shape[0], q.shape[1] // q.format.block_size)
+    sizes = {"packed": math.prod(q.shape) // 2, "block_scales": math.prod(layout.padded(grid))}
     for name, expected in sizes.items():
         part = getattr(q, name)
         try:
@@ -199,6 +214,10 @@ def check_here(q: Quantized) -> None:
         if found != f"{expected} bytes":
             detail = f"{name} is {found}; expected {expected} bytes, for {q.format.name}"
             raise InputError("bad-quantized", f"{detail} of the shape {q.shape}")
+    packed, scales = (memoryview(part).cast("B") for part in (q.packed, q.block_scales))
+    if layout is not LINEAR:
+        scales = layout.restore(scales, grid)
+    return replace(q, packed=packed, block_scales=scales, scale_layout=LINEAR.name)
 
 
 def _quantize_there(
@@ -343,7 +362,7 @@ def plain_tensor(x: Any) -> Any:
 
 def _check_shape(shape: tuple[int, ...], fmt: Format) -> tuple[int, int]:
     """Return the shape; InputError unless it is a matrix of whole blocks."""
-    found, size = f"x has the shape {tuple(shape)}", fmt.block_size
+    found, size = f"x has the shape {tuple(shape)}", fmt.block_size or 1
     if len(shape) != 2 or 0 in shape:
         detail = f"{found}; expected a matrix, (rows, columns), that holds something"
         step = "Of a stack give one matrix at a time."

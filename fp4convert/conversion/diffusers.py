@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from fp4convert.checkpoint.dialects.base import Ignored
 from fp4convert.conversion.dry_run import READING_RATES
 from fp4convert.conversion.one_checkpoint import Conversion
+from fp4convert.engines.gpus import Use
 from fp4convert.engines.verdicts import Verdict
 from fp4convert.errors import InputError, NumericError, named, shell_line
 from fp4convert.execution.carry_out import carry_out
@@ -68,6 +69,11 @@ class PipelineConversion(NamedTuple):
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         return next(iter(self.conversions.values())).verdicts
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """Return the kernels of the first component."""
+        return next(iter(self.conversions.values())).uses
 
     @property
     def warnings(self) -> list[str]:

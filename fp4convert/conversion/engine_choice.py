@@ -19,7 +19,7 @@ from fp4convert.checkpoint.missing_parts import fault_text
 from fp4convert.checkpoint.whole_model import refuse_no_model
 from fp4convert.conversion.quantize import prepare_quantize
 from fp4convert.conversion.request import take_apart
-from fp4convert.engines.files import Engine, EngineAt, parse_engines
+from fp4convert.engines.files import SERVERS, Engine, EngineAt, parse_engines
 from fp4convert.engines.rows import FOUR_BIT, Contents, Part
 from fp4convert.engines.verdicts import Verdict, judge
 from fp4convert.engines.versions import Version
@@ -111,6 +111,7 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
     with stopping(source, *parts.values()):
         if not components:
             refuse_no_model(source, os.fspath(options.source))
+            _refuse_no_config(asked)
         try:
             chosen = _choose_first(asked, given)
         except ChoiceError as error:
@@ -123,6 +124,14 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
     for each in {source, *parts.values()}:
         each.stop()
     return replace(options, **chosen._asdict())
+
+
+def _refuse_no_config(asked: Asked) -> None:
+    """Raise InputError without a config.json where a server goes by its class."""
+    named = [engine.name for engine, _ in asked.every if engine.key in SERVERS]
+    if named and not asked.source.checkpoint.config:
+        detail = f"{asked.source.name} has no config.json, without which {named[0]} loads nothing"
+        raise InputError("engine-refuses", detail, "Give the folder of the whole model.")
 
 
 def _choose_first(asked: Asked, given: Choices) -> Choices:

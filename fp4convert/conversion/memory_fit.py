@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from fp4convert.engines.gpus import find_gpu
 from fp4convert.errors import InputError
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.progress import size_text, tokens_text
@@ -61,18 +62,23 @@ def fit_options(options: QuantizeOptions) -> QuantizeOptions:
         detail = f"--fit {options.fit}: {words} leaves nothing for weights"
         raise InputError("target-range", detail, "Give a shorter --context, or --kv-cache fp8.")
     options.tell(f"fits: {words} = {size_text(left)} for the artifact")
-    return replace(options, fit=None, context=None, target_size=left / 1e9)
+    gpu = options.gpu or (str(options.fit) if find_gpu(str(options.fit)) else None)
+    return replace(options, fit=None, context=None, gpu=gpu, target_size=left / 1e9)
 
 
 def _as_nbytes(card: float | str) -> int:
-    """Return the bytes of 24, "24GB" or "24 GiB"; InputError for others."""
+    """Return the bytes of 24, "24GB", "24 GiB" or "rtx3090"; InputError for others."""
+    if gpu := find_gpu(str(card)):
+        return gpu.memory * 10**9
     match = _SIZE.fullmatch(str(card))
     try:
         number = float(match[1]) if match else 0.0
     except ValueError:
         number = 0.0
     if not (match and 0 < number < 1e6):
-        raise InputError("target-range", f"--fit {card}; expected a number of GB, such as 24GB")
+        raise InputError(
+            "target-range", f"--fit {card}; expected a card or a number of GB: rtx5090, 24GB"
+        )
     return int(number * ((1 << 30) if (match[2] or "").lower() == "gib" else 10**9))
 
 

@@ -28,6 +28,7 @@ from fp4convert.storage.source import Source
 
 if TYPE_CHECKING:
     from fp4convert.conversion.mixed_precision import Fit
+    from fp4convert.engines.gpus import Use
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Conversion:
 
     fitted   which formats were chosen for modules, where a size was asked for
     verdicts  of the engines that were asked for, which load it
+    uses      kernels on the card of --gpu
     """
 
     options: QuantizeOptions
@@ -43,6 +45,7 @@ class Conversion:
     plan: Plan
     fitted: Fit | None = None
     verdicts: tuple[Verdict, ...] = ()
+    uses: tuple[Use, ...] = ()
 
     @cached_property
     def job(self) -> Job:
@@ -51,7 +54,16 @@ class Conversion:
 
     @property
     def warnings(self) -> list[str]:
-        return [*self.plan.warnings, *(self.fitted.words if self.fitted else ())]
+        return [*self.plan.warnings, *self._more_warnings()]
+
+    def _more_warnings(self) -> list[str]:
+        """List warnings that are not the plan's."""
+        words = [*self.fitted.words] if self.fitted else []
+        if not self.uses:
+            return words
+        from fp4convert.engines.gpus import find_warnings
+
+        return [*words, *find_warnings(self.uses)]
 
     def jobs(self) -> dict[str, Job]:
         """Return what writes files, by its folder in the result."""
@@ -71,12 +83,11 @@ class Conversion:
         from fp4convert.conversion.dry_run import describe_plan
 
         document = dict[str, Any](describe_plan(self.job, settings))
-        if self.fitted is None:
-            return document
+        target = {"target": self.fitted.as_json()} if self.fitted else {}
         return {
             **document,
-            "target": self.fitted.as_json(),
-            "warnings": [*document["warnings"], *self.fitted.words],
+            **target,
+            "warnings": [*document["warnings"], *self._more_warnings()],
         }
 
     def check(self, settings: Settings) -> None:

@@ -270,7 +270,7 @@ def _recipe_for(
         raise InputError(
             "unknown-format",
             f"format {asked_format!r} is not known; expected {one_of(FORMATS)}",
-            "fp4convert makes floats of four and of eight bits, under scales of blocks.",
+            "Use --format nvfp4; llama.cpp's own types (Q4_K_M) are made by its llama-quantize.",
         )
     fmt = format_named(asked_format)
     check_word("--kv-cache", options.kv_cache, CACHES, "unknown-cache")

@@ -26,6 +26,7 @@ from fp4convert.storage.source import Source, stopping
 
 if TYPE_CHECKING:
     from fp4convert.conversion.diffusers import PipelineConversion
+    from fp4convert.engines.gpus import Use
 
 Work: TypeAlias = "Conversion | PipelineConversion"
 """Everything that one `quantize` does."""
@@ -64,7 +65,8 @@ def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: b
                 refuse_idle([plan.idle])
                 refuse_empty(source.name, [plan])
                 verdicts = _check_plan(plan, source, options)
-        return Conversion(options, source, plan, fitted, verdicts)
+                uses = _check_gpu(plan, source, options)
+        return Conversion(options, source, plan, fitted, verdicts, uses)
     return _prepare_pipeline(options, source, components, bool(goal))
 
 
@@ -93,7 +95,8 @@ def _prepare_pipeline(
             own = component_options(options, source, name)
             plan = prepare_quantize(take_apart(component, own))
             verdicts = _check_plan(plan, component, own)
-            conversions[name] = Conversion(own, component, plan, verdicts=verdicts)
+            uses = _check_gpu(plan, component, own)
+            conversions[name] = Conversion(own, component, plan, None, verdicts, uses)
     plans = [conversion.plan for conversion in conversions.values()]
     refuse_idle([plan.idle for plan in plans])
     refuse_empty(source.name, plans)
@@ -104,3 +107,21 @@ def _check_plan(plan: Plan, source: Source, options: QuantizeOptions) -> tuple[V
     """Judge a plan by the engines of --for."""
     option = "--target-bits" if options.target_size is None else "--target-size"
     return check_plan(plan, source.checkpoint, options.engine, option)
+
+
+def _check_gpu(plan: Plan, source: Source, options: QuantizeOptions) -> tuple[Use, ...]:
+    """Find the kernels on the card of --gpu; InputError where there is none.
+
+    Of the engines of --for, or of those that were looked at and read the dialect.
+    """
+    if options.gpu is None:
+        return ()
+    from fp4convert.engines import gpus
+    from fp4convert.planning.engine_facts import plan_contents
+
+    gpu, contents = gpus.parse_gpu(options.gpu), plan_contents(plan, source.checkpoint)
+    engines = gpus.readers(options.engine, contents)
+    uses = gpus.uses_of(gpu, engines, contents)
+    if fault := gpus.find_fault(gpu, uses, contents.dialect, options.engine is not None):
+        raise InputError("engine-refuses", *fault)
+    return tuple(uses)

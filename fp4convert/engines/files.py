@@ -27,12 +27,14 @@ ENGINES = (  # words of --for, in the order of lists
     "comfyui",
     "diffusers",
 )
+SERVERS = ENGINES[:4]  # which read the class of a model in config.json
+# Programs made of an engine, which nobody looked at themselves.
+MADE_OF = {"lm-studio": "llama.cpp", "koboldcpp": "llama.cpp", "llamafile": "llama.cpp"}
+OTHERS = ("ollama",)  # engines of --for that are in no list: no model was loaded in them
 NICKNAMES = {
     "trtllm": "tensorrt-llm",
     "tensorrt": "tensorrt-llm",
     "llama": "llama.cpp",
-    "ollama": "llama.cpp",
-    "lm-studio": "llama.cpp",
     "mlx-lm": "mlx",
     "hf": "transformers",
     "huggingface": "transformers",
@@ -150,6 +152,25 @@ class Engine(NamedTuple):
         """Return the models that it was given; None where nobody tried."""
         return _read_judged(self.key)
 
+    def as_json(self) -> dict[str, Any]:
+        """Make the document of `explain ENGINE`: its rows."""
+        rows = [
+            {
+                "effect": row.effect,
+                "versions": str(row.versions),
+                "dialects": list(row.condition.dialects),
+                "formats": list(row.condition.formats),
+                "says": row.says,
+                "instead": row.instead,
+                "evidence": row.tried,
+                "source": row.source,
+            }
+            for row in self.rows
+        ]
+        version = str(self.version) if self.version else None
+        known = {"key": self.key, "name": self.name, "version": version, "tried": self.tried}
+        return {**known, "serve": self.serve or self.code.strip(), "rows": rows}
+
     def place_of(self, names: Collection[str]) -> str:
         """Return the folder where the engine looks for such tensors; or ""."""
         from fp4convert.engines.rows import fit_any
@@ -195,22 +216,22 @@ def read_engine(key: str) -> Engine:
     from fp4convert.engines.rows import read_row
     from fp4convert.engines.versions import read_version
 
-    table = _read_toml(f"{key}.toml")
-    rows = tuple(read_row(_as_tuples(row)) for row in table.pop("row", ()))
+    table = read_toml(f"{key}.toml")
+    rows = tuple(read_row(as_tuples(row)) for row in table.pop("row", ()))
     loaded = (row.condition.dialects for row in rows if row.effect == "loads")
     return Engine(
         key=key,
         version=read_version(table.pop("version")) if "version" in table else None,
         rows=rows,
         dialects=frozenset(dialect for dialects in loaded for dialect in dialects),
-        presets=tuple(Preset(**_as_tuples(preset)) for preset in table.pop("preset", ())),
+        presets=tuple(Preset(**as_tuples(preset)) for preset in table.pop("preset", ())),
         **table,
     )
 
 
 @cache
 def _read_models(key: str) -> ModelList | None:
-    table = _as_tuples(_read_toml(f"models/{key}.toml"))
+    table = as_tuples(read_toml(f"models/{key}.toml"))
     return ModelList(names=frozenset(table.pop("names").split()), **table) if table else None
 
 
@@ -219,7 +240,7 @@ def _read_judged(key: str) -> LoadedClasses | None:
     """Read lines of configs/engines/loaded, as their head says."""
     from fp4convert.engines.versions import read_version
 
-    table = _read_toml(f"loaded/{key}.toml")
+    table = read_toml(f"loaded/{key}.toml")
     if not table:
         return None
     lines = (line.split(" ", 4) for line in table["rows"].splitlines())
@@ -227,7 +248,7 @@ def _read_judged(key: str) -> LoadedClasses | None:
     return LoadedClasses(read_version(table["version"]), rows)
 
 
-def _read_toml(name: str) -> dict[str, Any]:
+def read_toml(name: str) -> dict[str, Any]:
     """Read a file below configs/engines; {} where there is none."""
     import tomllib
     from importlib.resources import files
@@ -236,7 +257,7 @@ def _read_toml(name: str) -> dict[str, Any]:
     return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def _as_tuples(table: dict[str, Any]) -> dict[str, Any]:
+def as_tuples(table: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
 
 
@@ -249,10 +270,19 @@ def find_engine(word: str) -> Engine | None:
     def plain(word: str) -> str:
         return "".join(filter(str.isalnum, word.lower()))
 
-    keys = {plain(key): key for key in ENGINES}
-    keys |= {plain(nickname): key for nickname, key in NICKNAMES.items()}
+    keys = {plain(key): key for key in (*ENGINES, *OTHERS)}
+    keys |= {plain(nickname): key for nickname, key in (NICKNAMES | MADE_OF).items()}
     key = keys.get(plain(word))
     return read_engine(key) if key else None
+
+
+def judged_as(words: str) -> list[str]:
+    """Say which programs are judged as the engine that they are made of."""
+    names = (word.partition(":")[0].strip() for word in words.split(","))
+    plain = {"".join(filter(str.isalnum, name)): name for name in MADE_OF}
+    made = {plain.get("".join(filter(str.isalnum, name.lower()))) for name in names}
+    line = "{} itself was not looked at: judged as {}, of which it is made"
+    return [line.format(name, MADE_OF[name]) for name in sorted(filter(None, made))]
 
 
 def parse_engines(words: object) -> tuple[EngineAt, ...]:

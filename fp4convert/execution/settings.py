@@ -116,6 +116,7 @@ class Result:
     warnings         warnings for people; None for a component of a pipeline
     next             commands to run now
     engine           the engine of --for, and the versions that load the result
+    gpu              the card of --gpu, and the kernels that engines run there
     unexplained      tensors that the model's class does not have, and reasons; None for a part
     """
 
@@ -144,6 +145,7 @@ class Result:
     warnings: list[str] | None = None
     next: list[str] | None = None
     engine: dict[str, object] | None = None
+    gpu: dict[str, object] | None = None
     unexplained: list[dict[str, str]] | None = None
 
     def __repr__(self) -> str:

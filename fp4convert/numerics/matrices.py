@@ -148,6 +148,7 @@ class Canonical(Generic[Part]):
     global_scale  the stored float32, as an exact Python float; None where the format has none
     kind          how that float is meant: value = code * block_scale * multiplier, or code *
                   block_scale / divisor
+    scale_layout  order of block_scales, which quantize_tensor alone gives other than linear
     """
 
     format: Format
@@ -156,6 +157,7 @@ class Canonical(Generic[Part]):
     block_scales: Part
     global_scale: float | None
     kind: Kind = "multiplier"
+    scale_layout: str = "linear"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +171,17 @@ class Quantized(Canonical[memoryview]):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Copy and pickle with the bytes, but without `compared`."""
-        bits = bytes(self.packed), bytes(self.block_scales)
-        return _revived, (self.format.name, self.shape, bits, self.global_scale, self.kind)
+        bits = [(bytes(part), part.shape) for part in (self.packed, self.block_scales)]
+        stored = self.global_scale, self.kind, self.scale_layout
+        return _revived, (self.format.name, self.shape, bits, stored)
+
+    def shaped(self) -> Quantized:
+        """Return the same bytes as matrices: (rows, columns / 2) and (rows, blocks)."""
+        rows = self.shape[0]
+        packed, scales = (
+            part.cast("B", (rows, part.nbytes // rows)) for part in (self.packed, self.block_scales)
+        )
+        return replace(self, packed=packed, block_scales=scales)
 
     def rows(self, first: int, last: int) -> Quantized:
         """Return rows first..last-1, sharing the same bytes."""
@@ -209,12 +220,11 @@ class Span(Protocol):
 def _revived(
     format: str,
     shape: tuple[int, int],
-    bits: tuple[bytes, bytes],
-    global_scale: float | None,
-    kind: Kind,
+    bits: list[tuple[bytes, tuple[int, ...]]],
+    stored: tuple[float | None, Kind, str],
 ) -> Quantized:
-    packed, block_scales = (memoryview(part) for part in bits)
-    return Quantized(FP4_FORMATS[format], shape, packed, block_scales, global_scale, kind)
+    packed, block_scales = (memoryview(part).cast("B", size) for part, size in bits)
+    return Quantized(FP4_FORMATS[format], shape, packed, block_scales, *stored)
 
 
 class Blocks(Protocol):

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp4convert.errors import InputError
 
@@ -58,10 +58,25 @@ class Layout(NamedTuple):
         """Arrange (rows, blocks) linear bytes as stored, with their padding."""
         import numpy as np
 
-        padded = np.zeros(self.padded(shape), np.uint8)
-        padded[: shape[0], : shape[1]] = np.frombuffer(block_scales, np.uint8).reshape(shape)
-        axes = padded.reshape(self._split(padded.shape)).transpose(self.order)
-        return np.ascontiguousarray(axes).reshape(-1).data
+        stored: memoryview = self.arrange_array(
+            np.frombuffer(block_scales, np.uint8).reshape(shape), np
+        ).data
+        return stored
+
+    def arrange_array(self, block_scales: Any, package: Any) -> Any:
+        """Arrange a (rows, blocks) array of a package, NumPy or CuPy; flat."""
+        rows, blocks = self.padded(block_scales.shape)
+        more = (0, rows - block_scales.shape[0]), (0, blocks - block_scales.shape[1])
+        padded = package.pad(block_scales, more)
+        axes = padded.reshape(self._split((rows, blocks))).transpose(self.order)
+        return package.ascontiguousarray(axes).reshape(-1)
+
+    def restore_array(self, stored: Any, shape: tuple[int, int]) -> Any:
+        """Restore the (rows, blocks) of what arrange_array made."""
+        split = self._split(padded := self.padded(shape))
+        tiles = stored.reshape([split[axis] for axis in self.order])
+        back = [self.order.index(axis) for axis in range(len(self.order))]
+        return tiles.transpose(back).reshape(padded)[: shape[0], : shape[1]]
 
     def restore(self, stored: memoryview, shape: tuple[int, int]) -> memoryview:
         """Restore the linear bytes of (rows, blocks) that `arrange` stored."""

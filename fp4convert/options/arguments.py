@@ -62,6 +62,16 @@ EngineName = Annotated[
         value="<engine>",
     ),
 ]
+GpuName = Annotated[
+    str | None,
+    Option(
+        "Card that is to serve it, such as rtx5090: say which kernels run there, and refuse what"
+        " runs in none.",
+        panel=TARGET,
+        value="<name>",
+        is_rare=True,
+    ),
+]
 Page = Annotated[
     Reference | None,
     Option("Write an HTML page that shows the quantization error of every layer.", panel=OUTPUT),

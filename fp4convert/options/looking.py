@@ -10,6 +10,7 @@ from fp4convert.options.access import AccessOptions, DeviceOptions
 from fp4convert.options.arguments import (
     ArtifactArgument,
     EngineName,
+    GpuName,
     LargestNmse,
     LeastSqnr,
     Merged,
@@ -42,6 +43,7 @@ class InspectOptions(AccessOptions):
     artifact: ArtifactArgument
     _: KW_ONLY
     engine: EngineName = None
+    gpu: GpuName = None
     source: Annotated[
         Reference | None, Option("The original checkpoint: compare values with it, too.")
     ] = None
@@ -191,8 +193,8 @@ class ExplainOptions:
     code: Annotated[
         str | None,
         Option(
-            "Code of a finding or an error, such as scale-layout; or a subject, such as hub; or"
-            " agents, for the page that agents follow.",
+            "Code of a finding or an error, such as scale-layout; a subject, such as hub; an"
+            " engine; a card, such as rtx5090; or agents, for the page that agents follow.",
             is_argument=True,
             is_code=True,
         ),

@@ -14,6 +14,7 @@ from fp4convert.options.arguments import (
     Adapters,
     AdapterScale,
     EngineName,
+    GpuName,
     KeptDtype,
     LargestNmse,
     LeastSqnr,
@@ -135,10 +136,11 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     fit: Annotated[
         float | str | None,
         Option(
-            "Memory of the card that is to serve it, such as 24GB. The largest size of the result"
-            " is what it leaves beside the cache of --context tokens and a tenth for the engine.",
+            "The card that is to serve it, or its memory: rtx5090, 24GB. The largest size of the"
+            " result is what it leaves beside the cache of --context tokens and a tenth for the"
+            " engine.",
             panel=TARGET,
-            value="<gb>",
+            value="<gb|card>",
         ),
     ] = None
     context: Annotated[
@@ -151,6 +153,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
             is_rare=True,
         ),
     ] = None
+    gpu: GpuName = None
     keep_packed: Annotated[
         bool,
         Option(
@@ -395,7 +398,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         others = {field.name for kind in (DeviceOptions, PartOptions) for field in fields(kind)}
         others |= {"source", "output", "engine", "ray", "push_to_hub", "private", "report"}
         others |= {"no_keep", "disk", "text", "dataset", "self_generate", "min_sqnr", "max_nmse"}
-        others |= {"fit", "context", "like"}
+        others |= {"fit", "context", "gpu", "like"}
         names = [each.name for each in declared_in(QuantizeOptions)]
         values = {name: getattr(self, name) for name in names if name not in others - {"subfolder"}}
         return {

@@ -35,7 +35,7 @@ CHAT = "ForCausalLM"  # ends the class names of models that engines serve
 PICTURES = "ForConditionalGeneration"  # ends those of models that answer pictures with text
 # Comments to a shell, where no command serves the result: of a model that answers no text,
 # of a draft head.
-NO_LINE = "# no line serves {names}, which answers no text: see how {engine} serves such models"
+NO_LINE = "# {names} answers with no text: see how {engine} serves such models"
 DRAFT_LINE = "# serve its model with {engine}, and name {folder} as the speculative one beside it"
 
 

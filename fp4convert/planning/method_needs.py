@@ -23,7 +23,10 @@ from fp4convert.planning.steps import Step
 from fp4convert.recipes.patterns import exclude_option
 from fp4convert.recipes.recipe import Target
 
-FILE_NEEDED = "Make one: fp4convert calibrate SOURCE -o FILE."
+FILE_NEEDED = (
+    "Give --text TEXT, or --self-generate 16, which calibrates first; or make the file: fp4convert"
+    " calibrate SOURCE -o FILE --text TEXT --gram block:128"
+)
 
 
 def open_statistics(method: str, rule: str | None, file: str | None) -> Calibration | None:

@@ -83,7 +83,7 @@ def match_source(
         raise InputError("source-differs", detail)
     chosen = list(known)[:: max(1, len(known) // COMPARED_MODULES)]
     phases = phases or Phases()
-    phases.begin("sample", len(chosen), lambda count: f"{count:.0f} modules")
+    phases.begin("layout", len(chosen), lambda count: f"{count:.0f} modules")
     for module in chosen:
         if not _Sample.of(artifact, module, source, known[module]).is_nearest():
             break

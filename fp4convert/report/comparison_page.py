@@ -8,6 +8,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fp4convert.checkpoint.module_names import Numbers
@@ -17,7 +18,7 @@ from fp4convert.quality import comparison
 from fp4convert.quality.source_compare import mean_output_error
 from fp4convert.report.datasheet import round_figure
 from fp4convert.report.html import COMPARISON, PAGE, check_page, make_page
-from fp4convert.report.places import find_places, reading_order
+from fp4convert.report.places import find_places, group_names, reading_order
 from fp4convert.report.text import (
     Document,
     count_levels,
@@ -36,6 +37,11 @@ _FIRST = "".join(f'"{name}",' for name in (*FIRST_COLUMNS, f"a_{OF_EACH[0]}"))
 TABLE = Paper("--report", "FILE.html", _FIRST)
 FIGURES = Paper("--report", "FILE.html", f'{{\n  "producer": "{PRODUCER}",\n')
 MOST_CHARTS = 24
+ROOM, OF_ROW, OF_SIDE = (
+    150_000,
+    20,
+    45,
+)  # bytes for charts and rows, for a row, and for an artifact in it
 # Signs that a spreadsheet takes for the beginning of a formula, wide ones among them.
 FORMULAS = tuple("=+-@\uff1d\uff0b\uff0d\uff20")
 Row = tuple[str, list[str], list[int]]  # a word, the cells of artifacts, the places of the best
@@ -106,7 +112,7 @@ def make_table(found: Document) -> str:
 
 def make_sheet(found: Document) -> Document:
     """Return the keys that page/comparison.js reads."""
-    sides, rows = found["artifacts"], found["tensors"]
+    sides = found["artifacts"]
     verdict, unfair = found["verdict"], _why_unfair(found)
     words = f"{'failed; ' if found['passed'] is False else ''}{verdict['words']}"
     findings = [
@@ -116,6 +122,8 @@ def make_sheet(found: Document) -> Document:
     ]
     levels = count_levels([each for side in sides.values() for each in side["findings"]])
     charts = _charts(found)
+    room = ROOM - len(json.dumps(charts[:MOST_CHARTS], separators=(",", ":")))
+    rows = _grouped(found["tensors"], list(sides), max(room, ROOM // 5))
     more = f" The first {MOST_CHARTS} of {len(charts)} kinds." if len(charts) > MOST_CHARTS else ""
     kl = [
         side["predictions"]["kl"]["mean"] if "predictions" in side else None
@@ -161,6 +169,35 @@ def make_sheet(found: Document) -> Document:
         "producer": f"fp4convert {__version__}",
     }
     return {key: make_visible(value) for key, value in sheet.items()}
+
+
+def _grouped(rows: list[Document], letters: list[str], room: int) -> list[Document]:
+    """Let layers share rows where each alone makes the page too large."""
+    groups = group_names([row["name"] for row in rows], room, OF_ROW + OF_SIDE * len(letters))
+    grouped = []
+    for label, group in groups:
+        row, members = rows[group[0]], [rows[at] for at in group]
+        if len(members) > 1:
+            held = {letter: _held(members, letter) for letter in letters}
+            weights = sum(one["weights"] for one in members)
+            row = {"name": label, "weights": weights, "best": None, "held": held}
+        grouped.append(row)
+    return grouped
+
+
+def _held(rows: list[Document], letter: str) -> Document | None:
+    """Return what an artifact holds of layers, as of one."""
+    held = [(row["weights"], one) for row in rows if (one := row["held"][letter])]
+    if not held:
+        return None
+    known = [one["sqnr_db"] for _, one in held if one["sqnr_db"] is not None]
+    bits = sum(weights * one["bits_per_weight"] for weights, one in held)
+    return {
+        "stored": " and ".join(dict.fromkeys(one["stored"] for _, one in held)),
+        "output_error": _error_of(rows, letter),
+        "sqnr_db": fmean(known) if known else None,
+        "bits_per_weight": bits / sum(weights for weights, _ in held),
+    }
 
 
 def _why_unfair(found: Document) -> str:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
+from statistics import fmean
 
 import numpy as np
 
@@ -36,7 +37,7 @@ from fp4convert.quality.fold_recovery import fold_originals
 from fp4convert.quality.inspection import describe, describe_judged
 from fp4convert.quality.scale_checks import are_equal, find_shared_scales
 from fp4convert.quality.verification import TensorError, Verified
-from fp4convert.report.places import find_places, reading_order
+from fp4convert.report.places import find_places, group_names, reading_order
 from fp4convert.report.text import (
     MOST_ALIKE,
     Document,
@@ -54,6 +55,17 @@ from fp4convert.storage.source import Source
 from fp4convert.version import __version__
 
 WORST = 6  # tensors with histograms
+# Bytes for rows of tensors in a page of 200 kB, and of a row's figures beside its name.
+ROOM, ROW = 135_000, 90
+SHARED = " Tensors share rows here, experts of a layer first; verify --json has each."
+MERGED: dict[str, Callable[[list[float]], float]] = {  # figures of rows of several tensors
+    "sqnr_db": fmean,
+    "mse": fmean,
+    "max_abs": max,
+    "cosine": min,
+    "saturated": fmean,
+    "zero": fmean,
+}
 MOST_STACKS = 8  # of layers that are drawn apart
 MOST_KEPT = 12  # patterns of kept matrices
 MOST_DIFFERING = 20  # scale groups that are shown with their scales
@@ -111,6 +123,12 @@ def make_datasheet(
     if loss := _loss(errors, usual, evaluated):
         words = f"{words}; {loss}" if is_good is False else f"{loss}; {words}"
     forms = described.get("forms", [described])
+    lossy = (at for at, error in enumerate(errors) if error.mse != 0)
+    worst = sorted(lossy, key=lambda at: badness(errors[at].sqnr_db, errors[at].mse))[:WORST]
+    shown = _tensors(artifact, errors, worst)
+    names = shown["tensors"]["name"]  # where tensors share rows, the last are those of the worst
+    is_merged = "count" in shown["tensors"]
+    rows = range(len(names) - len(worst), len(names)) if is_merged else worst
     document = {
         "title": artifact.source.name,
         "verdict": {"is_good": is_good, "words": words},
@@ -118,10 +136,10 @@ def make_datasheet(
         "tiles": _tiles(artifact, source, described, errors),
         **_facts(artifact, source, described),
         "forms": [{key: form.get(key) for key in FORM_KEYS} for form in forms],
-        "evidence": {"how": how, "words": _evidence(artifact, verified, how)},
+        "evidence": {"how": how, "words": _evidence(artifact, verified, how) + SHARED * is_merged},
         "usual": {"db": usual.db, "words": usual.words} if usual and how else None,
-        **_tensors(artifact, errors),
-        "worst": _worst(artifact, source, errors),
+        **shown,
+        "worst": _worst(artifact, source, errors, dict(zip(rows, worst, strict=True))),
         # of codes without their sign
         "magnitudes": [f"{value:g}" for value in decode_e2m1(np.arange(8, dtype=np.uint8))],
         "answers": _answers(evaluated) if evaluated else None,
@@ -238,22 +256,30 @@ def _evidence(artifact: Artifact, verified: Verified | None, how: str | None) ->
     return f"How much was lost is not known: nothing is recorded, and no source was given. {again}"
 
 
-def _tensors(artifact: Artifact, errors: Sequence[TensorError]) -> Document:
+def _tensors(artifact: Artifact, errors: Sequence[TensorError], worst: Sequence[int]) -> Document:
     """Return tensors by columns, and the stacks of their layers.
 
-    places  four numbers for a tensor: stack, layer and module in it, and expert or -1
+    worst   whose figures are shown, so that each has a row of its own
+    places  four numbers for a row: stack, layer and module in it, and expert or -1; of a row of
+            `worst` beside one that it is in, four times -1
     """
-    # The largest stacks are drawn apart; tensors of other stacks share one, by their names.
+    groups = group_names([error.name for error in errors], ROOM, ROW)
+    is_merged = len(groups) < len(errors)
     places = find_places([error.name for error in errors])
+    places = [
+        places[group[0]] if len(group) == 1 else places[group[0]]._replace(expert=None)
+        for _, group in groups
+    ]
+    # The largest stacks are drawn apart; tensors of other stacks share one, by their names.
     sizes = Counter(place.tower for place in places if place.tower)
     apart = [stack for stack, _ in sizes.most_common(MOST_STACKS)]
     layers: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     modules: dict[str, set[str]] = defaultdict(set)
     seats = []
-    for error, place in zip(errors, places, strict=True):
+    for (label, _), place in zip(groups, places, strict=True):
         stack, layer, module, expert = place
         if stack not in apart:
-            stack, layer, module, expert = "", (), error.name.removesuffix(WEIGHT), None
+            stack, layer, module, expert = "", (), label.removesuffix(WEIGHT), None
         layers[stack].add(layer)
         modules[stack].add(module)
         seats.append((stack, layer, module, -1 if expert is None else expert))
@@ -274,27 +300,43 @@ def _tensors(artifact: Artifact, errors: Sequence[TensorError]) -> Document:
         flat.append(expert)
 
     usual = artifact.forms[0]
-    packed = (artifact.packed.get(error.name.removesuffix(WEIGHT)) for error in errors)
+    if is_merged:
+        groups += [(errors[at].name, [at]) for at in worst]
+        flat += [-1] * 4 * len(worst)
+    packed = (artifact.packed.get(errors[at].name.removesuffix(WEIGHT)) for _, (at, *_) in groups)
     tensors: Document = {
-        "name": [error.name for error in errors],
+        "name": [label for label, _ in groups],
         "format": [(each.form if each else usual).format.name for each in packed],
     }
-    for key in ("sqnr_db", "mse", "max_abs", "cosine", "saturated", "zero"):
-        tensors[key] = [round_figure(getattr(error, key)) for error in errors]
+    for key, merge in MERGED.items():
+        known = ([getattr(errors[at], key) for at in group] for _, group in groups)
+        figures = ([value for value in values if value is not None] for values in known)
+        tensors[key] = [round_figure(merge(values)) if values else None for values in figures]
+    if is_merged:
+        tensors["count"] = [len(group) for _, group in groups]
+        losses = ([errors[at].sqnr_db for at in group] for _, group in groups)
+        tensors["least"] = [
+            round_figure(min((value for value in values if value is not None), default=None))
+            for values in losses
+        ]
     return {"stacks": stacks, "places": flat, "tensors": tensors}
 
 
 def _worst(
-    artifact: Artifact, source: Source | None, errors: Sequence[TensorError]
+    artifact: Artifact,
+    source: Source | None,
+    errors: Sequence[TensorError],
+    worst: Mapping[int, int],
 ) -> list[Document]:
-    """List the tensors that lost most: positions, codes, values with a source."""
-    lossy = (at for at, error in enumerate(errors) if error.mse != 0)
-    worst = sorted(lossy, key=lambda at: badness(errors[at].sqnr_db, errors[at].mse))[:WORST]
-    names = [errors[at].name for at in worst]
+    """List the tensors that lost most: codes, values with a source.
+
+    worst  row -> place in errors
+    """
+    names = [errors[at].name for at in worst.values()]
     found = count_values(artifact, source, names) if source and names else {}
     return [
-        {"tensor": at, "codes": errors[at].histogram, "values": found.get(name)}
-        for at, name in zip(worst, names, strict=True)
+        {"tensor": row, "codes": errors[at].histogram, "values": found.get(name)}
+        for (row, at), name in zip(worst.items(), names, strict=True)
     ]
 
 

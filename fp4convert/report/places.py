@@ -64,6 +64,48 @@ def find_places(names: Sequence[str]) -> list[Place]:
     return places
 
 
+def group_names(names: Sequence[str], room: int, held: int) -> list[tuple[str, list[int]]]:
+    """Group tensors until their rows fit into a page.
+
+    room     bytes for all rows
+    held     bytes of a row beside its name
+    Returns  a label and the places in `names` of each group, in their order. Where each alone is
+             too much, experts of a module are one; then modules of neighbouring layers, 2, 4 and so
+             on; at last all of one name but for its numbers
+    """
+    if sum(map(len, names)) + held * len(names) <= room:
+        return [(name, [at]) for at, name in enumerate(names)]
+    places = find_places(names)
+    layers: dict[str, dict[Numbers, int]] = {}
+    for tower in dict.fromkeys(place.tower for place in places):
+        each = sorted({place.layer for place in places if place.tower == tower})
+        layers[tower] = {layer: rank for rank, layer in enumerate(each)}
+    deepest, step = max(map(len, layers.values())), 1
+    while True:
+        groups: dict[object, list[int]] = defaultdict(list)
+        for at, place in enumerate(places):
+            rank = layers[place.tower][place.layer] // step
+            module = place.module if step <= deepest else ANY.join(split_numbers(names[at])[0])
+            groups[place.tower, rank, module].append(at)
+        labelled = [(_label([names[at] for at in group]), group) for group in groups.values()]
+        if step > deepest or sum(len(label) + held for label, _ in labelled) <= room:
+            return labelled
+        step *= 2
+
+
+def _label(names: Sequence[str]) -> str:
+    """Name tensors alike in all but numbers, with stars where these differ."""
+    if len(names) == 1:
+        return names[0]
+    texts, first = split_numbers(names[0])
+    others = [split_numbers(name)[1] for name in names[1:]]
+    label = texts[0]
+    for at, text in enumerate(texts[1:]):
+        same = all(at < len(other) and other[at] == first[at] for other in others)
+        label += f"{first[at] if same else ANY}{text}"
+    return f"{label} ({len(names):,} of them)"
+
+
 def reading_order(modules: Iterable[str]) -> list[str]:
     """Sort the modules of a layer as people say them.
 

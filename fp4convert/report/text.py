@@ -290,7 +290,7 @@ def explain(code: str) -> dict[str, object]:
     errors, findings = explanations("errors"), explanations("findings")
     if code not in errors and code not in findings:
         near = did_you_mean(code, [*findings, *errors])
-        detail = f"{code!r} is not the code of a finding or an error, nor a subject{near}"
+        detail = f"{code!r} is no code of a finding or an error, no subject, engine or card{near}"
         raise InputError("unknown-code", detail, "See: fp4convert explain")
     return {"code": code, "finding": findings.get(code), "error": errors.get(code)}
 

@@ -58,7 +58,8 @@ def write_error(path: Path, error: OSError, needed_nbytes: int | None = None) ->
     if error.errno in FULL:
         next_step = "Make room and run the same command again: what is finished is kept."
         return OutputError("disk-full", message, next_step)
-    return OutputError("cannot-write", message)
+    step = "Choose a shorter name." if error.errno == errno.ENAMETOOLONG else ""
+    return OutputError("cannot-write", message, step)
 
 
 @contextmanager

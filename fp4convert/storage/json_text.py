@@ -114,6 +114,7 @@ def unquantized(config: Mapping[str, object]) -> dict[str, object]:
 
 
 _NESTED = (dict, list, tuple)
+_NUMBERS = {int, float, type(None)}
 _ROWS = 1000  # entries of a list or an object in one call
 
 
@@ -122,13 +123,16 @@ def as_text(value: object) -> str:
     return "".join([*pieces_of(value, is_ascii=False), "\n"])
 
 
-def pieces_of(value: object, is_ascii: bool = True, lead: str = "\n") -> Iterator[str]:
+def pieces_of(
+    value: object, is_ascii: bool = True, lead: str = "\n", is_short: bool = False
+) -> Iterator[str]:
     """Yield json.dumps' text with an indent of 2, in a tenth of the time.
 
     One call spells many plain values, or many objects of plain values in a list.
     tests/storage/test_json_text.py compares both texts.
 
-    lead  begin of a line
+    lead      begin of a line
+    is_short  a list of numbers in an object stands in one line
     """
     spell = partial(json.dumps, ensure_ascii=is_ascii)
     if not isinstance(value, _NESTED) or not value:
@@ -148,7 +152,10 @@ def pieces_of(value: object, is_ascii: bool = True, lead: str = "\n") -> Iterato
     elif isinstance(value, dict):
         for key, child in value.items():
             yield f"{before}{spell({key: 0})[1:-2]}"
-            yield from pieces_of(child, is_ascii, inner)
+            if is_short and isinstance(child, list) and {*map(type, child)} <= _NUMBERS:
+                yield spell(child)
+            else:
+                yield from pieces_of(child, is_ascii, inner, is_short)
             before = f",{inner}"
     elif _are_rows(children):
         for at in range(0, len(children), _ROWS):
@@ -158,7 +165,7 @@ def pieces_of(value: object, is_ascii: bool = True, lead: str = "\n") -> Iterato
     else:
         for child in children:
             yield before
-            yield from pieces_of(child, is_ascii, inner)
+            yield from pieces_of(child, is_ascii, inner, is_short)
             before = f",{inner}"
     yield f"{lead}{closing}"
 

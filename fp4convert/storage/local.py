@@ -368,7 +368,8 @@ def _regular(folder: Path, name: str, follows_links: bool) -> Path:
     is_inside = any(target.is_relative_to(place) for place in _links_lead_to(root))
     if not (is_inside or follows_links):
         detail = f"{name} is a link to {target}, outside the folder; expected a file in it"
-        raise InputError("link-outside", detail)
+        step = "If the folder and its links are yours, add --follow-links; else put the file itself"
+        raise InputError("link-outside", detail, f"{step} there, in place of the link.")
     if not stat.S_ISREG(mode):
         raise InputError("not-a-file", f"{name} is not a regular file; expected one")
     return path

@@ -163,7 +163,10 @@ def test_a_page_fits_the_terminal(command, width, monkeypatch):
         (("quantize", "M", "--ignore", "lm_head"), "fp4convert calls it --exclude."),
         (("quantize", "M", "--modules_to_not_convert", "x"), "fp4convert calls it --exclude."),
         (("quantize", "--model", "M"), "Give the model without an option"),
-        (("quantize", "M", "--bits", "4"), "fp4convert calls it --format. Its words are nvfp4"),
+        (
+            ("quantize", "M", "--bits", "4"),
+            "fp4convert calls it --format. Its words are nvfp4, mxfp4, fp8",
+        ),
         (("quantize", "M", "--scheme", "NVFP4"), "fp4convert calls it --format."),
         (("quantize", "M", "--out", "x"), "fp4convert calls it --output."),
         (("quantize", "M", "--group-size", "16"), "The format decides it"),

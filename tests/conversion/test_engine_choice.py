@@ -437,3 +437,13 @@ def test_a_pipeline_of_several_files_is_refused(tmp_path):
         "engine-refuses",
         "Save the source as one file first.",
     )
+
+
+def test_a_folder_without_a_config_is_served_by_nobody(tmp_path):
+    source = write_single(tmp_path / "m", {f"{LAYER}.self_attn.o_proj.weight": weight()}, {})
+    (source / "config.json").unlink()
+    for engine in ("vllm", "sglang", "transformers"):
+        found = run("quantize", source, "--for", engine, "--json", "-o", tmp_path / "out")
+        assert (found.code, found.json["error"]["code"]) == (2, "engine-refuses")
+        assert "has no config.json" in found.json["error"]["message"]
+    assert not (tmp_path / "out").exists()

@@ -105,3 +105,10 @@ def test_a_card_that_holds_the_weights_needs_no_choice(source):
 )
 def test_what_cannot_be_is_refused(words, code, source):
     assert plan(source, *words).json["error"]["code"] == code
+
+
+def test_a_card_by_its_name_is_its_memory_and_its_kernels(source):
+    """An RTX 5090 has 32 GB; 2 x 1 layer x 1 head x 64 x 32,768 tokens x 2 bytes are 8.39 MB."""
+    found = plan(source, "--fit", "rtx5090")
+    assert found.json["gpu"]["architecture"] == "sm120"
+    assert "fits: 32.0 GB x 0.9 - 8.39 MB" in found.err

@@ -8,7 +8,8 @@ import pytest
 from cited_lines import stale
 from paths import ROOT
 
-from fp4convert.engines.files import known_engines
+from fp4convert.engines.files import known_engines, read_engine
+from fp4convert.engines.gpus import Kernel, known_kernels
 from fp4convert.engines.rows import Row
 from fp4convert.engines.versions import read_version
 
@@ -16,6 +17,7 @@ JUDGES = ROOT / ".venv-engines"
 PACKAGES = {"vllm": "vllm", "sglang": "sglang"}  # of engines whose code was read, in make engines
 ROWS = [(engine.key, row) for engine in known_engines() for row in engine.rows]
 CITED = [each for each in ROWS if each[1].lines]
+KERNELS = known_kernels()
 pytestmark = pytest.mark.engine
 
 
@@ -46,6 +48,17 @@ def test_a_cited_line_is_there(key: str, row: Row) -> None:
     assert about
     for folder in about:
         assert not stale(row, folder), folder
+
+
+@pytest.mark.skipif(not JUDGES.exists(), reason="needs `make engines`: no .venv-engines")
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda each: f"{each.engine} {each.kernel}")
+def test_a_line_that_chooses_a_kernel_is_there(kernel: Kernel) -> None:
+    """In the version that was read, which the source names."""
+    version = str(read_engine(kernel.engine).version)
+    about = [folder for each, folder in installed(kernel.engine) if each.startswith(version)]
+    assert about
+    assert kernel.source.startswith(f"{kernel.engine} {version}")
+    assert not any(stale(kernel, folder) for folder in about)
 
 
 @pytest.mark.parametrize(("key", "row"), ROWS, ids=lambda each: getattr(each, "says", each))

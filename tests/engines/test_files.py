@@ -10,9 +10,12 @@ from paths import ROOT
 from fp4convert.checkpoint.dialects.registry import DIALECTS
 from fp4convert.engines.files import (
     ENGINES,
+    MADE_OF,
     NICKNAMES,
+    OTHERS,
     ModelList,
     find_engine,
+    judged_as,
     known_engines,
     parse_engine,
 )
@@ -26,8 +29,8 @@ FINDINGS = {code for topic in read_catalogue()["findings"] for code in topic["co
 
 def test_every_engine_has_a_file_and_every_file_an_engine():
     files = {file.stem for file in (ROOT / "configs" / "engines").glob("*.toml")}
-    assert files == set(ENGINES)
-    assert set(NICKNAMES.values()) <= set(ENGINES)
+    assert files == {*ENGINES, *OTHERS, "gpus"}
+    assert {*NICKNAMES.values(), *MADE_OF.values()} <= set(ENGINES)
 
 
 FORMS = {"nvfp4", "mxfp4", "mxfp8", *(f"fp8 {each}" for each in ("tensor", "row", "128x128"))}
@@ -66,7 +69,10 @@ def test_what_is_to_be_typed_loads(engine):
 def test_names_of_engines_are_understood():
     assert find_engine("VLLM").key == "vllm"
     assert find_engine("llama-cpp").key == "llama.cpp"
-    assert find_engine("ollama").key == "llama.cpp"
+    assert find_engine("LM Studio").key == "llama.cpp"
+    assert judged_as("vllm,LMStudio:1") == [
+        "lm-studio itself was not looked at: judged as llama.cpp, of which it is made"
+    ]
     assert find_engine("onnx") is None
     for odd in ("vlm", "vllm:", "vllm:new", "", ":0.33", 5, b"vllm", ["vllm", "sglang"]):
         with pytest.raises(InputError) as refused:

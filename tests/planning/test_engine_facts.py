@@ -8,7 +8,7 @@ from gguf_donors import model, write_donor
 from fp4convert.engines.files import known_engines
 from fp4convert.planning.engine_facts import load_code
 
-NO_TEXT = "# no line serves BertModel, which answers no text: see how vLLM serves such models"
+NO_TEXT = "# BertModel answers with no text: see how vLLM serves such models"
 
 
 def write_model(folder, model_type, experts=False, others=True, shared=False):

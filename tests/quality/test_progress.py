@@ -41,7 +41,7 @@ def test_phases_end_with_all_bytes_done(made):
     assert {name: list(found) for name, found in seen.items()} == {
         "inspect": ["scales"],
         "verify": ["scales", "hash", "kept", "codes"],
-        "by source": ["scales", "sample", "hash", "kept", "compare"],
+        "by source": ["scales", "layout", "hash", "kept", "compare"],
         "compare": ["measure"],
     }
     for found in seen.values():
@@ -61,7 +61,7 @@ def test_nothing_is_said_of_short_work_and_nothing_with_q(made):
     assert [line.partition(":")[0] for line in lines[1:-1]] == [
         "headers",
         "scales",
-        "sample",
+        "layout",
         "hash",
         "kept",
         "compare",

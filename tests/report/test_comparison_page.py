@@ -19,6 +19,7 @@ from checkpoints import (
 from made_up_inputs import calibrate_white
 
 from fp4convert.report.comparison_page import make_sheet
+from fp4convert.report.html import COMPARISON, make_page
 
 DOWN = f"{LAYER}.mlp.down_proj"
 
@@ -68,6 +69,24 @@ def test_the_page_has_its_figures_beside_it(source, nvfp4, mxfp4, tmp_path):
         assert (row["best"], row["a_stored"]) == ("a", "nvfp4")
     again = run("compare", mxfp4, nvfp4, "--source", source, "--report", page)
     assert (again.code, page.is_file()) == (0, True), "an earlier page is replaced"
+
+
+def test_a_page_of_many_layers_is_small(source, nvfp4, mxfp4):
+    """Rows are merged: weights are added up, errors are those of one layer of as many weights."""
+    found = compare((nvfp4, mxfp4), source)
+    (one, *_) = found["tensors"]
+    found["tensors"] = [
+        {**one, "name": f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight"}
+        for layer in range(60)
+        for expert in range(200)
+    ]
+    sheet = make_sheet(found)
+    assert len(make_page(sheet, COMPARISON)) < 200_000
+    layers, (a, b) = sheet["layers"], found["artifacts"]
+    assert layers["name"][0] == "model.layers.0.mlp.experts.*.up_proj.weight (200 of them)"
+    assert layers["weights"] == [200 * one["weights"]] * 60
+    errors = [one["held"][letter]["output_error"] for letter in (a, b)]
+    assert [each[0] for each in layers["output_error"]] == pytest.approx(errors, rel=1e-4)
 
 
 def test_what_somebody_else_wrote_beside_the_page_stays(source, nvfp4, mxfp4, tmp_path):

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from artifacts import quantize
 from checkpoints import run, weight, write_llama, write_single
 from hostile import NAMES, make_hostile, name_of
 
+from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.quality.verification import TensorError
+from fp4convert.report import datasheet
 from fp4convert.report.html import make_page
 
 
@@ -75,6 +79,30 @@ def test_verify_and_quantize_write_a_page_and_say_so(source, artifact, tmp_path)
     assert (shown["evidence"]["how"], set(shown["tensors"]["format"])) == ("recorded", {"mxfp4"})
     assert all(one["values"] for one in shown["worst"])
     assert {path.name for path in tmp_path.iterdir()} == {"v.html", "q.html", "q"}
+
+
+@pytest.mark.parametrize(("layers", "experts"), [(1300, 1), (61, 256)])
+def test_a_page_of_many_tensors_is_small(layers, experts, artifact, monkeypatch):
+    """Of a deep model, and of experts, whose worst has a row of its own and is the least of its."""
+    lost = [
+        TensorError(f"model.layers.{at}.mlp.experts.{one}.{leaf}.weight", 20.5, 0.01, 0.5, 0.99)
+        for at in range(layers)
+        for one in range(experts)
+        for leaf in ("gate_proj", "up_proj", "down_proj")
+    ]
+    lost[4] = replace(lost[4], sqnr_db=12.25, histogram=[7] * 16)
+    monkeypatch.setattr(datasheet, "_find_errors", lambda *given: ("measured", lost))
+    shown = datasheet.make_datasheet(open_artifact(str(artifact)))
+    assert len(make_page(shown)) < 200_000
+    tensors, worst = shown["tensors"], shown["worst"][0]
+    assert sum(tensors["count"]) == len(lost) + len(shown["worst"])
+    assert tensors["name"][worst["tensor"]] == lost[4].name
+    assert (worst["codes"], tensors["sqnr_db"][worst["tensor"]]) == ([7] * 16, 12.25)
+    rows = [at for at, least in enumerate(tensors["least"]) if least == 12.25]
+    assert len(rows) == 2
+    count = tensors["count"][rows[0]]
+    assert tensors["sqnr_db"][rows[0]] == round((20.5 * (count - 1) + 12.25) / count, 3)
+    assert "Tensors share rows" in shown["evidence"]["words"]
 
 
 def test_a_failed_artifact_is_shown_too(artifact, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp4convert.report.places import Place, find_places, reading_order
+from fp4convert.report.places import Place, find_places, group_names, reading_order
 
 LLAMA = [
     f"model.layers.{layer}.{module}.weight"
@@ -101,3 +101,34 @@ def test_modules_stand_in_the_order_in_which_people_say_them():
     said = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
     said += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     assert reading_order(sorted(said)) == said
+
+
+def names_of(layers, experts):
+    leaves = ("gate_proj", "up_proj", "down_proj")
+    return [
+        f"model.layers.{layer}.mlp.experts.{expert}.{leaf}.weight"
+        for layer in range(layers)
+        for expert in range(experts)
+        for leaf in leaves
+    ]
+
+
+def test_few_tensors_have_a_row_each():
+    assert group_names(["a.0.x", "a.1.x"], 1000, 50) == [("a.0.x", [0]), ("a.1.x", [1])]
+
+
+def test_experts_of_a_layer_share_a_row_before_layers_do():
+    names = names_of(4, 8)
+    groups = group_names([*names, "lm_head.weight"], 1500, 50)
+    assert len(groups) == 4 * 3 + 1
+    assert groups[0][0] == "model.layers.0.mlp.experts.*.gate_proj.weight (8 of them)"
+    assert [names[at] for at in groups[0][1]] == names[:24:3]
+    assert groups[-1] == ("lm_head.weight", [96])
+
+
+@pytest.mark.parametrize("room", [50_000, 20_000, 4_000, 1_000])
+def test_groups_fit_into_their_room(room):
+    names = [*names_of(64, 16), *(f"odd{number}.w{number}" for number in range(5))]
+    groups = group_names(names, room, 60)
+    assert sum(len(label) + 60 for label, _ in groups) <= room
+    assert sorted(at for _, group in groups for at in group) == list(range(len(names)))

@@ -19,7 +19,7 @@ def test_examples_run(tmp_path, monkeypatch, capsys):
     for example in EXAMPLES:
         exec(compile(example, "docs/python.md", "exec"), names)
     printed = capsys.readouterr().out
-    assert len(EXAMPLES) == 7
+    assert len(EXAMPLES) == 8
     assert names["made"].digest in printed
     assert "unknown-dialect" in printed
     assert 0 < float(printed.splitlines()[-1]) < 1  # half of the widest step, at amax 4

@@ -51,3 +51,10 @@ def test_documents_are_printed_as_json_does_it(document: object, is_ascii: bool)
 def test_a_long_document_is_never_there_at_once() -> None:
     pieces = [*pieces_of(LONG)]
     assert max(map(len, pieces)) < sum(map(len, pieces)) / 4
+
+
+def test_a_list_of_numbers_of_an_object_stands_in_a_line():
+    document = {"tensors": [{"name": "a", "histogram": [1, 2, 3]}, {"name": "b"}], "none": []}
+    text = "".join(pieces_of(document, is_short=True))
+    assert json.loads(text) == document
+    assert '\n      "histogram": [1, 2, 3]\n' in text

@@ -3,6 +3,7 @@
 from functools import cache
 from pathlib import Path
 
+from fp4convert.engines.gpus import Kernel
 from fp4convert.engines.rows import Row
 
 
@@ -11,7 +12,7 @@ def files(folder: Path) -> tuple[Path, ...]:
     return tuple(folder.rglob("*.py"))
 
 
-def stale(row: Row, folder: Path) -> list[str]:
+def stale(row: Row | Kernel, folder: Path) -> list[str]:
     """The cited lines that a package has not."""
     missing = []
     for line in row.lines:

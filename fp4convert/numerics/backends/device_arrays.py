@@ -10,7 +10,7 @@ import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from fp4convert.numerics.backends.gpu_choice import usable_gpus
 from fp4convert.numerics.codec import Float32s, check_importance, global_scale_of, weigh
 from fp4convert.numerics.formats import FLOAT_TYPES, Format
 from fp4convert.numerics.matrices import Canonical, Quantized
+from fp4convert.numerics.scale_layouts import LAYOUTS, LINEAR, Layout
 from fp4convert.numerics.value_checks import check_range
 
 CUDA, CUDA_MANAGED = 2, 13  # DLDeviceType
@@ -219,6 +220,13 @@ class DeviceWork:
         stored = float(global_scale_of(amax, rule)) if fmt.has_global_scale else None
         return DeviceQuantized(fmt, (rows, columns), packed, block_scales, stored)
 
+    def arranged(self, q: DeviceQuantized, layout: Layout) -> DeviceQuantized:
+        """Return it with block scales in that order, as arrays of CuPy."""
+        if layout is LINEAR:
+            return q
+        stored = layout.arrange_array(q.block_scales, self._cupy)
+        return replace(q, block_scales=stored, scale_layout=layout.name)
+
     def dequantize(self, q: DeviceQuantized, dtype: str) -> Any:
         """Return the values; equals codec.dequantize.
 
@@ -286,6 +294,10 @@ class DeviceWork:
     def _parts_of(self, q: DeviceQuantized) -> list[DeviceArray]:
         """Find codes and block scales; InputError where sizes do not fit."""
         n, size = math.prod(q.shape), q.format.block_size
+        if q.scale_layout != LINEAR.name:
+            layout, grid = LAYOUTS[q.scale_layout], (q.shape[0], q.shape[1] // size)
+            scales = layout.restore_array(self._cupy.asarray(q.block_scales).reshape(-1), grid)
+            q = replace(q, block_scales=self._cupy.ascontiguousarray(scales))
         parts = [self.look_at(part) for part in (q.packed, q.block_scales)]
         for part, nbytes in zip(parts, (n // 2, n // size), strict=True):
             if part.element_nbytes != 1 or part.nbytes != nbytes or q.shape[1] % size:

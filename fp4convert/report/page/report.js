@@ -85,7 +85,8 @@ function expertsOf(stack, module) {
 // One number for a cell: nothing lost counts as the best, what has no ratio as the worst.
 function valueOf(cell) {
   if (!cell.length) return null;
-  const values = cell.map(badness).map((bad) => (Number.isFinite(bad) ? bad : range[bad < 0 ? 0 : 1]));
+  const least = state.merge === "least" && tensors.least;
+  const values = cell.map((at) => (least && tensors.count[at] > 1 ? (tensors.least[at] ?? badness(at)) : badness(at))).map((bad) => (Number.isFinite(bad) ? bad : range[bad < 0 ? 0 : 1]));
   return state.merge === "least" ? Math.min(...values) : values.reduce((sum, value) => sum + value, 0) / values.length;
 }
 
@@ -93,6 +94,8 @@ function valueOf(cell) {
 function wordsOf(cell) {
   const worst = cell.reduce((a, b) => (badness(b) < badness(a) ? b : a));
   const [name, loss] = [tensors.name[worst], lossOf(worst)];
+  const merged = tensors.count?.[worst] ?? 1;
+  if (merged > 1) return [`${many(merged, "tensor")}: mean ${loss}`, `least ${number(tensors.least[worst], 2)} dB`, name];
   if (cell.length > 1) {
     const known = cell.map((at) => tensors.sqnr_db[at]).filter((value) => value !== null);
     const mean = known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
@@ -147,6 +150,7 @@ function buildMaps() {
   [low.textContent, high.textContent] = [`${range[0]}`, `${range[1]} and more`];
   bar.style.background = `linear-gradient(90deg, ${SCALE.map(([at, colour]) => `${colour} ${100 * at}%`).join(", ")})`;
   for (let at = 3; at < places.length; at += 4) if (places[at] >= 0) $("merging").hidden = false;
+  if (tensors.count) $("merging").hidden = false;
   const longest = stacks.flatMap((stack) => stack.modules).reduce((most, module) => Math.max(most, module.length), 4);
   stacks.forEach((stack, at) => {
     const counts = stack.name ? `${many(stack.layers.length, "layer")}, ${many(stack.modules.length, "module")} in each` : "";
@@ -251,7 +255,7 @@ function showTensors() {
   if (!COUNT) return;
   const wanted = [];
   for (let at = 0; at < COUNT; at++) if (isWanted(at)) wanted.push(at);
-  fillTable($("tensors"), COLUMNS, wanted, COUNT, "tensor");
+  fillTable($("tensors"), COLUMNS, wanted, COUNT, tensors.count ? "row" : "tensor");
 }
 
 function redraw() {

@@ -52,6 +52,7 @@ NAMED_FAILURES = {  # by a part of the class's name: these libraries may not be 
     "TooManyRedirects": "it sends every request elsewhere, in a circle",
 }
 AGAIN = "Run the same command again: what is uploaded is kept."
+NOT_THERE = "Make the repository on that Hub first, or look at HF_ENDPOINT."
 REFUSED = "Do what it asks for; then run the same command again: what is uploaded is kept."
 # Final statuses of the storage; its other refusals pass, for its links expire.
 FINAL = frozenset({413, 507})
@@ -239,7 +240,8 @@ class Asker:
                 next_step = "hf auth login, or set HF_TOKEN; or name a repository of your own."
                 raise AccessError("no-write", detail, next_step) from None
             detail = f"{self._repo}: {trouble}: {host} answers HTTP {status}{said}"
-            raise OutputError("push-refused", detail, REFUSED if words else AGAIN) from None
+            step = REFUSED if words else NOT_THERE if status == 404 else AGAIN
+            raise OutputError("push-refused", detail, step) from None
         if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError):
             words = clean_words(str(error))
             detail = f"{self._repo}: {trouble}: {words}"

@@ -246,6 +246,8 @@ class Pusher:
             head = self._asker.ask("the commit cannot be made", lambda: self._commit_once(uploads))
         finally:
             self.stop()
+        if head.commit == self._begun.commit:
+            self._tell(f"{self.repo} held all of it already: nothing was sent")
         if unsaid := [
             upload.name for upload in uploads if head.files.get(upload.name, (0, ""))[0] < 0
         ]:
