@@ -20,7 +20,7 @@ from fp4convert.execution.settings import Settings
 from fp4convert.execution.takeover import open_output
 from fp4convert.planning.plan import Plan
 from fp4convert.planning.steps import Action
-from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, SIGNATURE, holds_weights
+from fp4convert.storage.checkpoint_files import ATTESTED, PLAN_FILE, RECORD, holds_weights
 from fp4convert.storage.source import Source
 from fp4convert.version import __version__
 
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def sidecars(self) -> list[str]:
-        left = self.replaced | {SIGNATURE}  # which is of the source's files
+        left = self.replaced.union(ATTESTED)  # which are of the source's files
         return [file for file in self.source.checkpoint.sidecars if file not in left]
 
     @property
