@@ -23,7 +23,7 @@ from fp4convert.options.rewriting import PushOptions
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.tensor_parallel import pad_as_recorded
 from fp4convert.report.user_files import check_apart
-from fp4convert.storage.checkpoint_files import CARD, SIGNATURE
+from fp4convert.storage.checkpoint_files import CARD, DERIVATION, SIGNATURE
 from fp4convert.storage.disk import hash_file, nbytes_there
 from fp4convert.storage.open import open_source
 
@@ -236,7 +236,7 @@ def _publish(work: Work, settings: Settings) -> Result:
 
 
 def add_signatures(folder: Path, files: dict[str, str], artifacts: Iterable[str]) -> dict[str, str]:
-    """Add the signatures beside the files, if any, and the signed model card.
+    """Add the signatures beside the files, if any, and the card and statement they sign.
 
     artifacts  folders of artifacts in it; "" for itself
     Raises     InputError for a signature of other files than those beside it
@@ -247,9 +247,10 @@ def add_signatures(folder: Path, files: dict[str, str], artifacts: Iterable[str]
             continue
         from fp4convert.quality.signature import read_statement
 
-        card = folder / part / CARD
         begin = f"{part}/" if part else ""
-        files = {**files, f"{begin}{CARD}": hash_file(card)} if card.is_file() else files
+        for name in (CARD, DERIVATION):
+            if (folder / part / name).is_file():
+                files = {**files, f"{begin}{name}": hash_file(folder / part / name)}
         beside = {
             file.removeprefix(begin): sha256
             for file, sha256 in files.items()

@@ -98,7 +98,9 @@ def test_whoever_has_the_files_can_check_it(hub, made, tmp_path):
     judge = ("verify", "key", made / "q", "--signature", made / "q" / SIGNATURE)
     command = [sys.executable, "-m", "model_signing", *judge, "--public_key", made / "mine.pub"]
     assert subprocess.run(command, check=False, capture_output=True).returncode == 0
-    again = run("reproduce", made / "q", "--json")
+    assert run("push", made / "q", "me/q").code == 0
+    assert hub.read("me/q")[STATED] == (made / "q" / STATED).read_bytes()
+    again = run("reproduce", "me/q", "--json")
     assert (again.code, again.json["derivation"]) == (0, []), again
 
 
