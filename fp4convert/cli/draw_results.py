@@ -111,6 +111,8 @@ def draw_reproduced(screen: Screen, found: Document) -> None:
         screen.line(f"  {file} is what engines load, and the record does not name it")
     if found["record"]:
         screen.line(f"  of the record differ: {', '.join(found['record'])}")
+    if found["derivation"]:
+        screen.line(f"  derivation.json is not so: {', '.join(found['derivation'])}")
 
 
 def draw_attested(screen: Screen, signed: Document) -> None:
@@ -121,6 +123,8 @@ def draw_attested(screen: Screen, signed: Document) -> None:
         count = "one more is" if len(others) == 1 else f"{len(others)} more are"
         more += f"; {count} signed and not recorded, the first {others[0]}"
     screen.line(f"  signed: {signed['files'] - len(others)} files{more}")
+    if signed["derivation"]:
+        screen.line("  among them derivation.json, which states what it was made from")
 
 
 def draw_pushed(screen: Screen, pushed: Document) -> None:

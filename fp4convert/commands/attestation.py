@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.checkpoint.record import OPTIONS
 from fp4convert.checkpoint.soundness import refuse_unsound
 from fp4convert.errors import InputError, OutputError, shell_line
 from fp4convert.options.looking import AttestOptions
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.quality.signature import read_statement, sign_folder
-from fp4convert.storage.checkpoint_files import RECORD, SIGNATURE, UNDIGESTED, recorded_hashes
-from fp4convert.storage.disk import replace_file
+from fp4convert.recipes.options import Reference
+from fp4convert.storage.checkpoint_files import (
+    DERIVATION,
+    RECORD,
+    SIGNATURE,
+    UNDIGESTED,
+    recorded_hashes,
+)
+from fp4convert.storage.disk import hash_file, replace_file
+from fp4convert.storage.open import open_source
+from fp4convert.storage.source import Access, stopping
 
 
 @keeping_nothing()
 def attest(options: AttestOptions) -> dict[str, Any]:
     """Sign the files of an artifact: the command `attest`.
 
-    The signature, model.sig, is of every file beside it, by the package model-signing.
+    The signature, model.sig, is of every file beside it, by the package model-signing; with a
+    source also of derivation.json, which states what the artifact was made from.
     Returns  what `attest --json` prints
     Raises   InputError for what is no finished artifact, has damaged files, or for a key that
              cannot sign; OutputError for a signature that is there, or cannot be written
@@ -33,6 +45,8 @@ def attest(options: AttestOptions) -> dict[str, Any]:
     _check_places(folder, key, options.force)
     artifact = _open_whole(folder)
     phases = options.phases or Phases()
+    if options.source is not None:
+        _state_derivation(folder, artifact.record, options.source)
     phases.begin("sign")
     data = sign_folder(folder, key)
     statement = read_statement(data)
@@ -47,6 +61,7 @@ def attest(options: AttestOptions) -> dict[str, Any]:
     return {
         "artifact": os.fspath(folder),
         "signature": os.fspath(place),
+        "derivation": DERIVATION in statement.files,
         "files": len(statement.files),
         "recorded": bool(recorded),
         "unrecorded": sorted(unrecorded) if recorded else [],
@@ -71,6 +86,23 @@ def _check_places(folder: Path, key: Path, is_forced: bool) -> None:
     if not os.access(folder, os.W_OK):
         detail = f"{place}: {folder} cannot be written to; expected a folder of yours"
         raise OutputError("cannot-write", detail)
+
+
+def _state_derivation(folder: Path, record: Mapping[str, Any], reference: Reference) -> None:
+    """Write derivation.json; InputError for a record without options."""
+    from fp4convert.quality.derivation import derivation_text
+
+    origin, options = record.get("source") or {}, record.get(OPTIONS)
+    if not isinstance(options, dict) or not isinstance(origin, dict):
+        detail = f"{folder}: its {RECORD} does not say by which options it was made"
+        raise InputError("not-reproducible", detail, "Leave --source out.")
+    name = os.fspath(reference)
+    revision = None if os.path.exists(name) else origin.get("revision")
+    source = open_source(name, Access(revision=revision, subfolder=options.get("subfolder")))
+    with stopping(source):
+        text = derivation_text(record, hash_file(folder / RECORD), source)
+    source.stop()
+    replace_file(folder / DERIVATION, text.encode())
 
 
 def _open_whole(folder: Path) -> Any:

@@ -75,6 +75,12 @@ def _losses(result: Result) -> list[str]:
             f"{result.saturated} modules have weights larger than {GLOBAL_RANGE:g} times the"
             " --global-scale that they were given; these are cut off"
         )
+    if result.erased_rows:
+        lost.append(
+            f"{result.erased_rows} rows of weights became zeros, too small for the global scale"
+            f" (in dialect mlx it is 1); choose another dialect or --global-scale than"
+            f" {result.dialect}'s, or leave these modules as they are: --exclude PATTERN"
+        )
     for part in (asdict(result), *(result.components or ())):
         fidelity, where = part.get("fidelity"), f" of {part['name']}" if "name" in part else ""
         if not isinstance(fidelity, dict):
@@ -107,9 +113,9 @@ def preview_quantize(options: QuantizeOptions) -> dict[str, Any]:
     if options.push_to_hub is not None:
         from fp4convert.commands import publish
 
-        settings = publish.leaving(work, settings, publish.make_pusher(work, settings))
-    if options.ray is None:  # a dry run asks no cluster
-        work.check(settings)
+        pusher = publish.make_pusher(options, settings, work.names())
+        settings = publish.leaving(work, settings, pusher)
+    work.check(settings)
     found = _preview(lambda: work.check_output(settings), lambda: work.describe(settings))
     if options.no_keep:
         from fp4convert.execution.job import list_peaks
@@ -149,6 +155,16 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
         from fp4convert.conversion.memory_fit import fit_options
 
         options = fit_options(options)
+    if options.is_checked_after or options.private or options.no_keep or options.disk is not None:
+        from fp4convert.commands import publish
+
+        publish.check_destinations(options, settings, is_dry)
+    if options.ray is not None:
+        from fp4convert.conversion.ray_workers import check_cluster, import_ray
+
+        import_ray()
+        if not is_dry:
+            check_cluster(options.ray)
     given = options
     if options.has_text:
         from fp4convert.commands.calibration import calibrate_first
@@ -156,14 +172,6 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
         options = calibrate_first(options, settings, is_dry)
     else:
         options = choose_options(options)
-    if options.is_checked_after or options.private or options.no_keep or options.disk is not None:
-        from fp4convert.commands import publish
-
-        publish.check_destinations(options, settings.share, is_dry)
-    if options.ray is not None:
-        from fp4convert.conversion.ray_workers import import_ray
-
-        import_ray()
     settings.phases.begin("plan")
     work = prepare(options, settings.phases, may_write=not is_dry)
     for line in judged_as(options.engine or ""):

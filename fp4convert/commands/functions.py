@@ -934,18 +934,22 @@ def attest(
     artifact: Reference,
     *,
     key: Reference,
+    source: Reference | None = None,
     force: bool = False,
     phases: Phases | None = None,
 ) -> dict[str, Any]:
     """Sign the files of an artifact: the command `attest`.
 
-    The signature, model.sig, is of every file beside it, by the package model-signing.
+    The signature, model.sig, is of every file beside it, by the package model-signing; with a
+    source also of derivation.json, which states what the artifact was made from.
     Returns  what `attest --json` prints
     Raises   InputError for what is no finished artifact, has damaged files, or for a key that
              cannot sign; OutputError for a signature that is there, or cannot be written
 
     artifact: The folder of an artifact on this disk.
     key: Private key in PEM of an elliptic curve: P-256, P-384 or P-521; no password.
+    source: What it was made from: derivation.json will state its hashes, the options and the
+        version.
     force: Replace the signature that is there.
     """
     options = checked(AttestOptions(**locals()))

@@ -18,13 +18,12 @@ from fp4convert.errors import GateError, InputError, shell_line
 from fp4convert.execution.job import list_peaks
 from fp4convert.execution.output_check import free_beside
 from fp4convert.execution.settings import Elsewhere, Result, Settings
-from fp4convert.execution.share import Share
 from fp4convert.options.access import as_nbytes
 from fp4convert.options.rewriting import PushOptions
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.tensor_parallel import pad_as_recorded
 from fp4convert.report.user_files import check_apart
-from fp4convert.storage.checkpoint_files import CARD, SIGNATURE
+from fp4convert.storage.checkpoint_files import CARD, DERIVATION, SIGNATURE
 from fp4convert.storage.disk import hash_file, nbytes_there
 from fp4convert.storage.open import open_source
 
@@ -32,8 +31,9 @@ if TYPE_CHECKING:  # what only a push loads
     from fp4convert.storage.hub.upload import Pusher
 
 
-def check_destinations(options: QuantizeOptions, share: Share | None, is_dry: bool) -> None:
+def check_destinations(options: QuantizeOptions, settings: Settings, is_dry: bool) -> None:
     """Check the gates, the Hub, the disk and the page, before any work."""
+    share = settings.share
     if gates := gates_of(options):
         from fp4convert.quality.verification import Gate
 
@@ -56,6 +56,8 @@ def check_destinations(options: QuantizeOptions, share: Share | None, is_dry: bo
             fault = ": expected a number of GB above 0"
         detail = f"--disk {options.disk:g}{fault}"
         raise InputError("no-keep", detail, "See: fp4convert quantize --help.")
+    if options.push_to_hub is not None:
+        make_pusher(options, settings, [])
     if options.report is None:
         return
     page = Path(options.report)
@@ -144,17 +146,19 @@ def _check_result(options: QuantizeOptions, result: Result) -> None:
         check_gates(gates_of(options), summary, place)
 
 
-def make_pusher(work: Work, settings: Settings) -> Pusher:
-    """Return the uploader of the result; InputError for a part of one."""
+def make_pusher(options: QuantizeOptions, settings: Settings, names: Iterable[str]) -> Pusher:
+    """Return the uploader of files; InputError for a part of a result.
+
+    Raises  what Pusher raises: AccessError without a token
+    """
     from fp4convert.storage.hub.upload import Pusher
 
-    options, share = work.options, settings.share
-    if share is not None:
+    if (share := settings.share) is not None:
         detail = f"part {share.index} of {share.count} cannot be pushed: one commit names all files"
         step = "Merge the parts; then the same command with --num-shards 1 pushes them."
         raise InputError("share", detail, step)
     repo = str(options.push_to_hub)
-    return Pusher(repo, options.private, options.known_token, settings.tell, work.names())
+    return Pusher(repo, options.private, options.known_token, settings.tell, names)
 
 
 def leaving(work: Work, settings: Settings, pusher: Pusher) -> Settings:
@@ -189,7 +193,7 @@ def _publish(work: Work, settings: Settings) -> Result:
     from fp4convert.storage.hub.api import cannot_read
 
     options, repo = work.options, str(work.options.push_to_hub)
-    pusher = make_pusher(work, settings)
+    pusher = make_pusher(options, settings, work.names())
     work.check(settings)
     settings = leaving(work, settings, pusher)
     work.check_output(settings)
@@ -232,7 +236,7 @@ def _publish(work: Work, settings: Settings) -> Result:
 
 
 def add_signatures(folder: Path, files: dict[str, str], artifacts: Iterable[str]) -> dict[str, str]:
-    """Add the signatures beside the files, if any, and the signed model card.
+    """Add the signatures beside the files, if any, and the card and statement they sign.
 
     artifacts  folders of artifacts in it; "" for itself
     Raises     InputError for a signature of other files than those beside it
@@ -243,9 +247,10 @@ def add_signatures(folder: Path, files: dict[str, str], artifacts: Iterable[str]
             continue
         from fp4convert.quality.signature import read_statement
 
-        card = folder / part / CARD
         begin = f"{part}/" if part else ""
-        files = {**files, f"{begin}{CARD}": hash_file(card)} if card.is_file() else files
+        for name in (CARD, DERIVATION):
+            if (folder / part / name).is_file():
+                files = {**files, f"{begin}{name}": hash_file(folder / part / name)}
         beside = {
             file.removeprefix(begin): sha256
             for file, sha256 in files.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -26,9 +27,16 @@ from fp4convert.options.rewriting import TranscodeOptions
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
+from fp4convert.quality.derivation import find_disagreements
 from fp4convert.quality.found_artifact import find_artifact, first_difference, hash_in
 from fp4convert.recipes.options import declared_in
-from fp4convert.storage.checkpoint_files import RECORD, UNDIGESTED, holds_weights, recorded_hashes
+from fp4convert.storage.checkpoint_files import (
+    DERIVATION,
+    RECORD,
+    UNDIGESTED,
+    holds_weights,
+    recorded_hashes,
+)
 from fp4convert.storage.disk import hash_file, temporary_folder
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import GGUF_FILE, REPOSITORY
@@ -75,6 +83,11 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
     for file in (*(expected.keys() - found.keys()), *others, *artifact.added):
         differing.setdefault(file, None)
     words = _differing_keys(record, made)
+    doubts = None
+    if (stated := artifact.read(DERIVATION)) is not None:
+        text = artifact.read(RECORD) or b""
+        sha256 = hashlib.sha256(text).hexdigest()
+        doubts = [*find_disagreements(stated, record, sha256, work.source)]
     return {
         "artifact": os.fspath(options.artifact),
         "source": os.fspath(asked.source),
@@ -88,8 +101,9 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
             for file in sorted(differing)
         ],
         "record": words,
+        "derivation": doubts,
         "unrecorded": artifact.unrecorded,
-        "reproduced": not differing and not words,
+        "reproduced": not (differing or words or doubts),
         "seconds": round(time.monotonic() - started, 3),
     }
 

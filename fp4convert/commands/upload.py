@@ -70,7 +70,9 @@ def push(options: PushOptions) -> dict[str, Any]:
     card = _check_whole(artifact, options.repo, evaluated, phases)
     files = add_signatures(folder, files, [""])
     if card is None or SIGNATURE in files:  # the card in the folder, as it is signed
-        card, files = None, {**files, CARD: hash_file(folder / CARD)}
+        card = None
+        if (folder / CARD).is_file():
+            files = {**files, CARD: hash_file(folder / CARD)}
     sizes = {file: nbytes_there(folder / file) or 0 for file in files}
     try:
         pusher.begin()

@@ -123,8 +123,8 @@ class PipelineConversion(NamedTuple):
                     else _label_entries(name, value)
                 )
         sizes = ("source_bytes", "output_bytes", "peak_disk_bytes")
-        for key in sizes:
-            whole[key] = _join_values(key, whole[key], copied)
+        for key, nbytes in zip(sizes, (copied, copied, self._copying().peak_nbytes), strict=True):
+            whole[key] = _join_values(key, whole[key], nbytes)
         components = [
             {"name": name, **{key: document[key] for key in sizes}}
             for name, document in described.items()

@@ -68,8 +68,7 @@ def describe_plan(job: Job, settings: Settings) -> dict[str, object]:
     bits_per_weight    of the quantized modules
     added_bytes        by packed weights that stay and are written as bf16
     peak_memory_bytes  what workers hold beside mapped pages
-    peak_disk_bytes    of all files but our own record; the folder .fp4convert, some 1 kB a module,
-                       comes on top
+    peak_disk_bytes    at most, of all files, the report and .fp4convert, as the disk counts them
     Raises DeviceError for a device that is not there.
     """
     source, plan = job.source, job.plan
@@ -101,7 +100,7 @@ def describe_plan(job: Job, settings: Settings) -> dict[str, object]:
         "bits_per_weight": bits_per_weight_of((step, nbytes) for step, _, nbytes in sized),
         "added_bytes": _added_nbytes(sized),
         "peak_memory_bytes": BASE_NBYTES + held_nbytes + read_nbytes,
-        "peak_disk_bytes": job.output_nbytes,
+        "peak_disk_bytes": job.peak_nbytes,
         "seconds_estimated": estimate_seconds(source, plan, backend, workers)
         | {"device_reason": choice.reason or None},
         **describe_steps(sized),

@@ -239,12 +239,20 @@ def _advise(asked: Asked, given: Choices) -> str:
 
 
 def _give_up(asked: Asked, given: Choices) -> str:
-    """Say which option stands in the way, or that the engine loads nothing."""
+    """Say which option or which widths stand in the way, if any are known."""
     for name, nothing in GIVEN_UP.items():
         without = given._replace(**{name: nothing})
         if without != given and (change := _find_change(asked, without, False)) is not None:
             step = f"Leave out --{name.replace('_', '-')}"
             return f"{step}, and use {shell_line(*change)}" if change else step + "."
+    for chosen in _candidates(asked, given._replace(dialect=None, format=None, activations=None)):
+        try:
+            _check_candidate(asked, chosen)
+        except InputError as error:
+            if error.code == "no-linears":
+                words = shell_line("--dialect", chosen.dialect, "--format", chosen.format)
+                read = f"{asked.engine.called()} reads {words}, but of {error.message}"
+                return f"{read}. Choose another engine."
     return NO_ADVICE
 
 

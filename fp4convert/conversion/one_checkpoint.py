@@ -91,12 +91,8 @@ class Conversion:
         }
 
     def check(self, settings: Settings) -> None:
-        """Refuse a device, a cluster or a part that cannot be."""
-        if self.options.ray is not None:
-            from fp4convert.conversion.ray_workers import check_cluster
-
-            check_cluster(self.options.ray)
-        elif settings.device != "auto":  # which is there always
+        """Refuse a device that is not here, unless nodes of a cluster work."""
+        if self.options.ray is None and settings.device != "auto":  # which is there always
             open_backend(settings.device)
 
     def check_output(self, settings: Settings) -> None:

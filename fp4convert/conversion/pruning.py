@@ -181,7 +181,7 @@ def describe_pruning(source: Source, pruning: Pruning, settings: Settings) -> di
         "bits_per_weight": None,
         "added_bytes": 0,
         "peak_memory_bytes": BASE_NBYTES + source.held_nbytes((), 1),
-        "peak_disk_bytes": pruning_job(source, pruning).output_nbytes,
+        "peak_disk_bytes": pruning_job(source, pruning).peak_nbytes,
         "seconds_estimated": estimate_seconds(source, plan, open_backend("cpu"), settings.workers),
         **describe_steps(sized, lambda step: step.outputs[0].name),
         "left_out": describe_left_out(plan),

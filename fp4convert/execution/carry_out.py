@@ -100,6 +100,7 @@ def carry_out(job: Job, tools: Tools, output: Path, settings: Settings) -> Resul
         method=target.method if job.action == "quantize" else None,
         fidelity=ending.fidelity if ending else None,
         saturated=(ending.saturated or None) if ending else None,
+        erased_rows=(ending.erased_rows or None) if ending else None,
         share={"index": share.index, "of": share.count, "shards": own_shards} if share else None,
     )
 

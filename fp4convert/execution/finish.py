@@ -51,6 +51,7 @@ class Ending(NamedTuple):
     nbytes    without the report, which no plan counts
     fidelity  summary of the report; None where nothing was rounded
     saturated number of modules with weights beyond their given global scales
+    erased_rows  number of rows that large global scales turned into zeros
     """
 
     digest: str
@@ -58,6 +59,7 @@ class Ending(NamedTuple):
     files: dict[str, str]
     fidelity: dict[str, object] | None = None
     saturated: int = 0
+    erased_rows: int = 0
 
 
 def find_harmed(
@@ -219,9 +221,9 @@ def _ending(folder: OutputFolder, files: dict[str, str]) -> Ending:
         with write_errors_at(folder.root / REPORT):
             report = json.loads((folder.root / REPORT).read_text(encoding="utf-8"))
         fidelity = dict(report["summary"])
-    records = map(folder.record_of, folder.manifest.tasks)
-    saturated = sum(done.saturated for done in records if done)
-    return Ending(digest_of(files), nbytes, files, fidelity, saturated)
+    records = [done for task in folder.manifest.tasks if (done := folder.record_of(task))]
+    lost = sum(done.saturated for done in records), sum(done.erased_rows for done in records)
+    return Ending(digest_of(files), nbytes, files, fidelity, *lost)
 
 
 def ended_meanwhile(folder: OutputFolder, before: Mark | None) -> Ending | None:

@@ -20,13 +20,13 @@ from fp4convert.execution.settings import Settings
 from fp4convert.execution.takeover import open_output
 from fp4convert.planning.plan import Plan
 from fp4convert.planning.steps import Action
-from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD, SIGNATURE, holds_weights
+from fp4convert.storage.checkpoint_files import ATTESTED, PLAN_FILE, RECORD, holds_weights
 from fp4convert.storage.source import Source
 from fp4convert.version import __version__
 
 OPTIONS = "the options"
-STATE_NBYTES = 1 << 20  # of .fp4convert, and as much again for each file and step:
-FILE_NBYTES, STEP_NBYTES = 8 << 10, 2 << 10
+STATE_NBYTES = 64 << 10  # of .fp4convert, and as much again for each file and linear layer:
+FILE_NBYTES, LINEAR_NBYTES = 8 << 10, 2 << 10  # with lines of the report, and blocks of a disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def sidecars(self) -> list[str]:
-        left = self.replaced | {SIGNATURE}  # which is of the source's files
+        left = self.replaced.union(ATTESTED)  # which are of the source's files
         return [file for file in self.source.checkpoint.sidecars if file not in left]
 
     @property
@@ -94,13 +94,19 @@ class Job:
 
     @property
     def staying_nbytes(self) -> int:
-        """Count at most the bytes of small files and of our state."""
+        """Count at most the bytes of small files, our state and the report."""
         tasks = self.keyless
         small = sum(task.nbytes for task in tasks if not task.may_leave)
         texts = self.result_nbytes - sum(task.nbytes for task in tasks)
         states = STATE_NBYTES + 2 * texts  # plan.json has them, too
         files = sum(len(task.files) for task in tasks) + len(self.texts)
-        return small + states + FILE_NBYTES * files + STEP_NBYTES * sum(1 for _ in self.plan.steps)
+        linears = sum(len(step.linears) for step in self.plan.steps)
+        return small + states + FILE_NBYTES * files + LINEAR_NBYTES * linears
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Count at most the bytes that the output's disk must hold."""
+        return self.staying_nbytes + sum(task.nbytes for task in self.keyless if task.may_leave)
 
     @property
     def leaving(self) -> tuple[list[int], int]:

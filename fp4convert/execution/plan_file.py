@@ -68,6 +68,7 @@ class Done:
     accounts       rounded module -> its losses
     taken_over     number of modules whose codes were taken over
     saturated      number of modules with weights beyond their given global scales
+    erased_rows    number of rows that large global scales turned into zeros
     norms          norm that stays -> whether it holds zeros alone
     seals          of the files under their final names
     is_gone        the files have left the folder
@@ -78,6 +79,7 @@ class Done:
     accounts: dict[str, Account] = field(default_factory=dict)
     taken_over: int = 0
     saturated: int = 0
+    erased_rows: int = 0
     norms: dict[str, bool] = field(default_factory=dict)
     seals: dict[str, str] = field(default_factory=dict)
     is_gone: bool = False
@@ -88,7 +90,8 @@ class Done:
         found: dict[str, dict[str, Any]] = defaultdict(dict)
         for fact in facts:
             found[fact.kind][fact.about] = fact.value
-        counts = len(found["taken_over"]), len(found["saturated"])
+        erased_rows = sum(found["erased"].values())
+        counts = len(found["taken_over"]), len(found["saturated"]), erased_rows
         return Done(files, found["global_scale"], found["account"], *counts, found["norm"])
 
     def as_json(self) -> str:
@@ -104,6 +107,7 @@ class Done:
             {module: Account.from_json(account) for module, account in accounts.items()},
             int(entry.get("taken_over", 0)),
             int(entry.get("saturated", 0)),
+            int(entry.get("erased_rows", 0)),
             dict(entry.get("norms", {})),
             dict(entry.get("seals", {})),
             entry.get("is_gone", False) is True,

@@ -112,6 +112,7 @@ class Result:
     fidelity         summary of the report; None where nothing was rounded, or after a part
     adapter          the merged adapter as in the record, and the number of modules it changed
     saturated        number of modules with weights beyond their given global scales
+    erased_rows      number of rows of weights that large global scales turned into zeros
     experts          of a pruned model: experts of a layer before and after, and number of layers
     warnings         warnings for people; None for a component of a pipeline
     next             commands to run now
@@ -141,6 +142,7 @@ class Result:
     fidelity: dict[str, object] | None = None
     adapter: dict[str, object] | None = None
     saturated: int | None = None
+    erased_rows: int | None = None
     experts: dict[str, int] | None = None
     warnings: list[str] | None = None
     next: list[str] | None = None

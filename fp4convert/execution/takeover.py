@@ -21,7 +21,7 @@ from fp4convert.execution.output_check import (
 )
 from fp4convert.execution.plan_file import HUB, PLAN, STATE, Manifest, read_manifest, refuse_links
 from fp4convert.execution.settings import Settings
-from fp4convert.storage.checkpoint_files import PLAN_FILE, REPORT, SIGNATURE
+from fp4convert.storage.checkpoint_files import ATTESTED, PLAN_FILE, REPORT, SIGNATURE
 from fp4convert.storage.disk import fsync_parents, write_errors_at
 
 PLANNING = "plan"  # the lease of whoever writes plan.json
@@ -102,7 +102,7 @@ def begin_plan(folder: OutputFolder, settings: Settings, more_nbytes: int = 0) -
         if old is not None and is_new:
             _refuse_other_work(root, folder.leases)
             # The file that marks it as finished is removed first.
-            found = (old.last, *find_forgotten(root, old, manifest, settings), SIGNATURE)
+            found = (old.last, *find_forgotten(root, old, manifest, settings), *ATTESTED)
             forgotten = list(dict.fromkeys(found))
             parts = find_forgotten_parts(root, old, manifest)
             for part in parts:
@@ -141,9 +141,8 @@ def _remove_part(folder: OutputFolder, part: str, plan: Manifest) -> None:
 
     A process that is killed meanwhile leaves a plan by which the next one goes on.
     """
-    _remove_files(
-        folder, (f"{part}/{file}" for file in (plan.last, *plan.files, REPORT, SIGNATURE))
-    )
+    files = (plan.last, *plan.files, REPORT, *ATTESTED)
+    _remove_files(folder, (f"{part}/{file}" for file in files))
     state = folder.temps / f"removed-{part.replace('/', '-')}"
     with write_errors_at(folder.root / part):
         os.replace(folder.root / part / STATE, state)

@@ -27,12 +27,13 @@ class Fact(NamedTuple):
 
     kind   account: the losses of a module; global_scale: of a scale group with members in other
            shards, which must find the same; taken_over: the module came with codes; saturated: a
-           given global scale is too small for some weights of the module; norm: whether a norm
-           that stays holds zeros alone
+           given global scale is too small for some weights of the module; erased: number of its
+           rows that a large global scale turned into zeros; norm: whether a norm that stays holds
+           zeros alone
     about  name of the module or the scale group
     """
 
-    kind: Literal["account", "global_scale", "taken_over", "saturated", "norm"]
+    kind: Literal["account", "global_scale", "taken_over", "saturated", "erased", "norm"]
     about: str
     value: object = None
 

@@ -16,7 +16,7 @@ from fp4convert.checkpoint.encodings.base import Linear, find_not_finite
 from fp4convert.errors import DeviceError, NumericError
 from fp4convert.makers.maker import Fact, Tools, UnsoundShardError
 from fp4convert.makers.unit import Stem
-from fp4convert.numerics.error_sums import Account, Sums
+from fp4convert.numerics.error_sums import Account, Sums, count_erased_rows
 from fp4convert.numerics.matrices import Compared, Quantized
 from fp4convert.storage.source import Source
 
@@ -63,11 +63,14 @@ class Losses:
         account = Account(name, form.format.name, first.coding.against, Sums())
         self._account = replace(account, source_dtype=first.refs[0].dtype)
         self._is_known = False
+        self._erased_rows = 0
         self.global_scale: float | None = None
 
     def passing(self, panels: Iterable[Quantized]) -> Iterator[Quantized]:
         for q in panels:
             self.global_scale = q.global_scale
+            if q.format.has_global_scale:
+                self._erased_rows += count_erased_rows(q)
             if q.compared:
                 self.add(q.compared, q.shape[0] * q.shape[1])
             yield q
@@ -77,7 +80,9 @@ class Losses:
         self._is_known = True
 
     def facts(self) -> tuple[Fact, ...]:
-        return (Fact("account", self._stem, self._account),) if self._is_known else ()
+        account = Fact("account", self._stem, self._account)
+        erased = Fact("erased", self._stem, self._erased_rows)
+        return (account,) * self._is_known + (erased,) * (self._erased_rows > 0)
 
 
 def reach_over(linears: Sequence[Linear], source: Source) -> float:

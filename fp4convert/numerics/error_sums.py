@@ -16,13 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.numerics.codec import Float32s, block_steps, dequantize
-from fp4convert.numerics.formats import CODES, E2M1_MAX
+from fp4convert.numerics.formats import CODES, E2M1_MAX, WITHOUT_SIGNS
 from fp4convert.numerics.matrices import Compared, Quantized
 
 # Elements that are added in float32, by lanes; lanes that remain of those.
 GROUP, LANES, QUARTERS = 256, 16, 4
 FINE, COARSE = 2.0**-70, 2.0**100  # sums whose squares float32 holds
 SMALLEST_STEP = 2.0**-50
+NORMAL_SCALE = 8  # code of the smallest E4M3 with all its bits
 COLUMNS = ("signal", "noise", "output", "max_abs", "clipped")  # of the sums of a row
 
 SOURCE = "source"  # what most tensors are compared with
@@ -132,6 +133,17 @@ def summarise(tensors: Iterable[tuple[str, Sums]]) -> dict[str, Any]:
         "nmse": noise / signal if signal > 0 else None,
         "worst": worst,
     }
+
+
+def count_erased_rows(q: Quantized) -> int:
+    """Count the rows of NVFP4 that held weights and became zeros.
+
+    Their blocks have tiny scales; a block of zeros has 1.0.
+    """
+    scales = np.frombuffer(q.block_scales, np.uint8).reshape(q.shape[0], -1)
+    low = (scales < NORMAL_SCALE).any(axis=1)
+    codes = np.frombuffer(q.packed, np.uint8).reshape(q.shape[0], -1)[low]
+    return len(codes) - int((codes & WITHOUT_SIGNS).any(axis=1).sum())
 
 
 @dataclass(frozen=True, slots=True)

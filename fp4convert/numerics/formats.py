@@ -25,6 +25,7 @@ FOUR_OVER_SIX_RANGE = E2M1_MAX * 256.0
 GLOBAL_SCALE_MIN = 2.0**-126  # smallest normal float32
 
 CODES = 16  # of four bits
+WITHOUT_SIGNS = 0x77  # of both codes of a byte
 ROW_SUMS = 5  # that tell what a row has lost: error_sums.py
 IMPORTANCE = "importance"  # the scale rule that weighs errors with the second moments of the inputs
 GRAMS = ("none", "diag", "block:N", "full")  # products of inputs that a calibration can keep

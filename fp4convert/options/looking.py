@@ -176,6 +176,14 @@ class AttestOptions:
             panel=TARGET,
         ),
     ]
+    source: Annotated[
+        Reference | None,
+        Option(
+            "What it was made from: derivation.json will state its hashes, the options and the"
+            " version.",
+            panel=QUALITY,
+        ),
+    ] = None
     force: Annotated[bool, Option("Replace the signature that is there.", panel=OUTPUT)] = False
     phases: Phases | None = None
 

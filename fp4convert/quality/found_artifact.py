@@ -66,6 +66,14 @@ class FoundArtifact(NamedTuple):
             or PurePosixPath(name).name == ENGINE_RECORD
         ]
 
+    def read(self, file: str) -> bytes | None:
+        """Return the bytes of a small file; None if it is missing."""
+        if self.folder and nbytes_there(self.folder / file) is not None:
+            with open_regular(self.folder / file, -1) as stream:
+                return stream.read(TEXT_LIMIT)
+        is_there = self.source and self.source.has_file(file)
+        return read_whole(self.source, file) if self.source and is_there else None
+
     def hash_of(self, file: str, alone: str) -> str | None:
         """Return the sha256 of one of its files; None if it is missing.
 

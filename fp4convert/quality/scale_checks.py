@@ -19,7 +19,7 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.errors import Finding, InputError, Level
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, LARGEST_CODE, block_steps
-from fp4convert.numerics.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Format
+from fp4convert.numerics.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, WITHOUT_SIGNS, Format
 from fp4convert.numerics.matrices import Blocks, Quantized, row_panels
 from fp4convert.quality.kept_values import describe_zeros, split_bytes
 from fp4convert.recipes.recipe import gather_groups, group_members, scale_groups
@@ -30,7 +30,6 @@ from fp4convert.storage.source import read_each, stored_float
 ONLY_ONE = "; engines that fuse them use only one"
 MOST_LABEL_NBYTES = 1 << 12  # of a module's label, which is JSON
 LOOK_NBYTES = 1 << 16  # of a module's codes, where scales are zero
-WITHOUT_SIGNS = 0x77  # of both codes of a byte
 SMALLEST_AMAX, LARGEST_AMAX = 2.0**-20, 2.0**16  # that weights have; fp16 ends at 65504
 ZEROS_SHARE = 0.01  # of blocks; what rounding to zero leaves in honest artifacts is less
 FEW_SCALES, LOWEST_BYTE = 6, 0x40  # E4M3 scales are many, or small, or powers of two

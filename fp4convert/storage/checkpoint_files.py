@@ -23,8 +23,12 @@ ENGINE_RECORD = "hf_quant_config.json"  # ModelOpt's readers need it beside conf
 CARD = "README.md"  # the model card: for people, who edit it
 REPORT = "quantization_report.json"  # how much was lost: error_report.py
 SIGNATURE = "model.sig"  # of all other files, as the package model-signing names it
+DERIVATION = "derivation.json"  # what attest states that the artifact was made from
 PAGE = "report.html"  # of --report, where it travels with the artifact
-UNDIGESTED = frozenset({CARD, REPORT, PAGE})  # no engine reads them, and no digest counts them
+ATTESTED = (SIGNATURE, DERIVATION)  # of the files beside them alone
+UNDIGESTED = frozenset(
+    {CARD, REPORT, PAGE, DERIVATION}
+)  # no engine reads them, and no digest counts them
 
 GGUF = ".gguf"
 

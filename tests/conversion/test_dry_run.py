@@ -6,7 +6,15 @@ import json
 from dataclasses import replace
 
 import pytest
-from checkpoints import LAYER, run, weight, write_llama, write_single
+from checkpoints import (
+    LAYER,
+    disk_nbytes,
+    run,
+    weight,
+    write_llama,
+    write_single,
+    write_zeros,
+)
 from true_shapes import LLAMA_70B, QWEN3_8B, QWEN3_CODER_480B, deepseek_v3, write_holes
 
 from fp4convert.conversion.artifact_job import artifact_job
@@ -446,3 +454,20 @@ def test_the_size_of_the_result_is_known_to_the_byte(words, tmp_path):
     assert (made["source_bytes"], made["output_bytes"]) == (plan["source_bytes"], planned)
     files = [path for path in out.iterdir() if path.is_file()]
     assert sum(path.stat().st_size for path in files if path.name != REPORT) == planned
+
+
+@pytest.mark.parametrize("shards", [2, 40])
+@pytest.mark.parametrize(
+    "words", [("nvfp4",), ("mxfp4", "--dialect", "quark"), ("nvfp4", "--target-bits", "8")]
+)
+def test_the_disk_holds_no_more_than_is_said(words, shards, tmp_path):
+    """All files count, in blocks of the disk: records, the report and .fp4convert."""
+    source = tmp_path / "m"
+    if shards == 2:
+        write_llama(source)
+    else:
+        write_zeros(source, shards, rows=64, columns=64)
+    said = forecast(source, *words)["peak_disk_bytes"]
+    assert run("quantize", source, "--format", *words, "-o", tmp_path / "q").code == 0
+    used = disk_nbytes(tmp_path / "q")
+    assert used <= said <= 1.1 * used + 100_000 + 8_192 * shards

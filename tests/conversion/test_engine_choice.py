@@ -447,3 +447,14 @@ def test_a_folder_without_a_config_is_served_by_nobody(tmp_path):
         assert (found.code, found.json["error"]["code"]) == (2, "engine-refuses")
         assert "has no config.json" in found.json["error"]["message"]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_width_that_stands_in_the_way_is_named(tmp_path):
+    """Of the formats that ComfyUI reads, none has blocks that divide 72 columns."""
+    names = [f"{LAYER}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    source = write_single(tmp_path / "m", {name: weight(1, 72, 72) for name in names}, LLAMA)
+    refused = run("quantize", source, "--for", "comfyui", "--format", "mxfp4", "--json")
+    next_step = refused.json["error"]["next"]
+    assert (refused.code, refused.json["error"]["code"]) == (2, "dialect-format")
+    assert "72 columns, not a multiple of the block of 16 (3)" in next_step
+    assert "--dialect comfy --format nvfp4" in next_step

@@ -12,6 +12,7 @@ from checkpoints import (
     FIRST,
     SECOND,
     Tensor,
+    disk_nbytes,
     done,
     pack_shard,
     read_folder,
@@ -285,7 +286,7 @@ def test_the_dry_run_lists_what_stays_and_writes_nothing(source, tmp_path):
     written = prune(source, tmp_path / "out")
     for key in ("source_bytes", "output_bytes"):
         assert document[key] == written[key]
-    assert document["peak_disk_bytes"] == written["output_bytes"]
+    assert disk_nbytes(tmp_path / "out") <= document["peak_disk_bytes"]
     assert {entry["name"] for entry in document["tensors"]} == read_folder(tmp_path / "out").keys()
     asked = ("-o", tmp_path / "x", "--calibration", calibrated(source), "--keep", 4, "--dry-run")
     shown = run("prune", source, *asked)

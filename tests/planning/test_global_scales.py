@@ -404,3 +404,37 @@ def test_every_amax_of_16_bits_is_found_again(reach):
         assert amax_of(StoredScale(float(scale)), rule)[1]
         divisor = float(np.float32(1 / float(scale)))
         assert amax_of(StoredScale(divisor, "divisor"), rule) == (float(value), True)
+
+
+@pytest.mark.parametrize(
+    ("words", "erased"),
+    [
+        (("--dialect", "mlx"), 3),
+        (("--dialect", "mlx", "--scale-rule", "amax"), 3),
+        (("--dialect", "modelopt"), None),
+        (("--dialect", "modelopt", "--global-scale", "large"), 3),
+    ],
+)
+def test_rows_that_become_zeros_are_warned_of(words, erased, tmp_path):
+    """Rows 1,000 times smaller than others; a row that was zero before is not counted."""
+    values = np.random.default_rng(5).normal(size=(64, 64)).astype(np.float32) * 0.05
+    values[[3, 30, 63]] *= 1e-3
+    values[7] = 0
+    if "large" in words:
+        rows = ("F32", values.shape, (values * 3e5).tobytes())
+        write_checkpoint(tmp_path / "l", {"model.safetensors": {f"{DOWN}.weight": rows}})
+        assert (
+            run("quantize", tmp_path / "l", "--format", "nvfp4", "-o", tmp_path / "large").code == 0
+        )
+        words = (*words[:-1], tmp_path / "large")
+    rows = ("F32", values.shape, values.tobytes())
+    source = write_checkpoint(tmp_path / "m", {"model.safetensors": {f"{DOWN}.weight": rows}})
+    done = run("quantize", source, "--format", "nvfp4", *words, "-o", tmp_path / "q", "--json")
+    assert (done.code, done.json.get("erased_rows")) == (0, erased), done
+    warned = [line for line in done.json["warnings"] if "became zeros" in line]
+    assert len(warned) == (erased is not None)
+    stored = read_folder(tmp_path / "q")
+    (codes,) = (tensor for name, tensor in stored.items() if "scale" not in name)
+    packed = np.frombuffer(codes[2], np.uint8).reshape(64, -1)
+    zeros = [row for row in range(64) if not (packed[row] & 0x77).any()]
+    assert zeros == ([3, 7, 30, 63] if erased else [7])

@@ -16,7 +16,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,6 +148,15 @@ def llama_shards() -> dict[str, dict[str, Tensor]]:
 
 def write_llama(folder: Path, **files: bytes) -> Path:
     return write_checkpoint(folder, llama_shards(), None, **files)
+
+
+def disk_nbytes(folder: Path) -> int:
+    """The bytes that a disk has given to the files of a folder; some may vanish meanwhile."""
+    nbytes = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            nbytes += path.stat().st_blocks * 512 if path.is_file() else 0
+    return nbytes
 
 
 def write_zeros(folder: Path, count: int = 8, rows: int = 4096, columns: int = 8192) -> Path:

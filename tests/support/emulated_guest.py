@@ -1,12 +1,13 @@
 """The first process of an emulated machine: make artifacts again, and say of each whether it is the
 same.
 
-/artifacts has a folder for each model: its source, and artifacts of it.
+/artifacts, or the folder that is given, has one for each model: its source, and artifacts of it.
 """
 
 import ctypes
 import io
 import json
+import platform
 import signal
 import sys
 import traceback
@@ -31,11 +32,11 @@ def say(**answer: object) -> None:
     print("\n" + json.dumps(answer), flush=True)
 
 
-def work() -> None:
+def work(place: str) -> None:
     from fp4convert.process import cpu_library
 
-    say(level=cpu_library().fp4_level(0))
-    for folder in sorted(path for path in Path("/artifacts").iterdir() if path.is_dir()):
+    say(level=cpu_library().fp4_level(0), machine=platform.machine())
+    for folder in sorted(path for path in Path(place).iterdir() if path.is_dir()):
         for artifact in sorted(folder.iterdir()):
             if artifact.name != "source":
                 words = ("reproduce", artifact, "--source", folder / "source", "--json")
@@ -44,9 +45,11 @@ def work() -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:  # a process of an emulator, not a machine
+        sys.exit(work(sys.argv[1]))
     ctypes.CDLL(None).mount(b"none", b"/proc", b"proc", 0, None)
     try:
-        work()
+        work("/artifacts")
     except BaseException:
         say(error=traceback.format_exc())
     print("\nEND", flush=True)

@@ -142,22 +142,22 @@ def _files(python: str, work: Path) -> dict[str, Path]:
     """Where each file is to be, and where it is: Python, packages, the work, shared libraries."""
     found = {python: Path(python)}
     standard = Path(sysconfig.get_path("stdlib"))
-    found |= {str(standard / name): path for name, path in _walk(standard)}
-    for own in _needed("fp4convert"):
+    found |= {str(standard / name): path for name, path in walk(standard)}
+    for own in needed("fp4convert"):
         for file in own.files or ():
             if ".." not in file.parts and not LEFT_OUT & {*file.parts}:
                 found[f"{SITE}/{file}"] = Path(str(own.locate_file(file)))
-    found |= {f"{SITE}/fp4convert/{name}": path for name, path in _walk(ROOT / "fp4convert")}
-    found |= {f"{SITE}/fp4convert/configs/{name}": path for name, path in _walk(ROOT / "configs")}
+    found |= {f"{SITE}/fp4convert/{name}": path for name, path in walk(ROOT / "fp4convert")}
+    found |= {f"{SITE}/fp4convert/configs/{name}": path for name, path in walk(ROOT / "configs")}
     library = Path(cpu_library()._name)
     found[f"{SITE}/fp4convert/{library.name}"] = library
-    found |= {f"{WORK}/{name}": path for name, path in _walk(work)}
+    found |= {f"{WORK}/{name}": path for name, path in walk(work)}
     found[f"{WORK}/{GUEST.name}"] = GUEST
     binaries = [python, *(path for path in found.values() if ".so" in path.name)]
     return found | {str(path): path for path in _libraries(binaries)}
 
 
-def _needed(name: str) -> list[Distribution]:
+def needed(name: str) -> list[Distribution]:
     """The packages that one needs without any extra, and theirs; not itself."""
     found: dict[str, Distribution] = {}
     asked = [name]
@@ -171,7 +171,7 @@ def _needed(name: str) -> list[Distribution]:
     return list(found.values())
 
 
-def _walk(folder: Path) -> Iterator[tuple[str, Path]]:
+def walk(folder: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if path.is_file() and not LEFT_OUT & {*name.parts}:

@@ -360,8 +360,14 @@ class Pieces:
             most_nbytes = max(most_nbytes, min(nbytes, room_nbytes))
         return SPARE_NBYTES + most_nbytes
 
-    def forget(self, file: str) -> None:
-        """Drop every piece of a file."""
+    def forget(self, file: str, *, is_used: bool = True) -> None:
+        """Drop every piece of a file.
+
+        is_used  something rests on them, so that they must come as before
+        """
+        if not is_used:
+            with self._lock:
+                self._unproven.pop(file, None)
         self.end_hash(file)
         self._forget(lambda piece: piece.file == file)
 

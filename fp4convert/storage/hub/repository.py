@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from fp4convert.errors import InputError, OutputError, SourceError
 from fp4convert.storage.checkpoint_files import (
+    ATTESTED,
     ENGINE_RECORD,
     INDEX,
     OTHER_WEIGHTS,
     PAGE,
     RECORD,
     REPORT,
-    SIGNATURE,
     WEIGHTS,
     recorded_hashes,
 )
@@ -29,7 +29,7 @@ from fp4convert.storage.json_text import MISSHAPEN
 
 RECORD_LIMIT = 64 << 20  # bytes of an earlier artifact's record; a longer one is not read
 # Files of an earlier artifact that would contradict ours.
-STALE = frozenset({ENGINE_RECORD, REPORT, PAGE, SIGNATURE})
+STALE = frozenset({ENGINE_RECORD, REPORT, PAGE, *ATTESTED})
 
 
 class UploadedFile(NamedTuple):

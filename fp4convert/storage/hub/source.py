@@ -281,17 +281,7 @@ class HubSource(Source):
             raise no_weights(where, names)
         for name, file in (weight_map or {}).items():
             self._entries_nbytes[file] += len(name) + ENTRY_NBYTES
-        headers = tuple(read_each(self, self._header, shards))
-        try:
-            homes = find_homes(headers)
-            unindexed = check_index(homes, weight_map, index) if weight_map and index else ()
-        except InputError as error:
-            named = {
-                ref.file for each in headers for ref in each.tensors if ref.name == error.tensor
-            }
-            for name in sorted(named | {(weight_map or {}).get(str(error.tensor), shards[0])}):
-                self._prove(name)
-            raise
+        headers, unindexed = self._headers(shards, weight_map or {}, index or "")
         sidecars, left_out = sort_others(() if self._single else self._files, shards)
         config: dict[str, object] = {}
         if CONFIG in self._files:
@@ -307,15 +297,37 @@ class HubSource(Source):
             stamps={name: self._files[name].oid for name in (*shards, *sidecars)},
         )
 
+    def _headers(
+        self, shards: list[str], weight_map: dict[str, str], index: str
+    ) -> tuple[tuple[Header, ...], tuple[str, ...]]:
+        """Return the headers, and the tensors that the index lacks.
+
+        Headers that contradict each other or the index are read again, from shards that are proved.
+        """
+        headers = tuple(read_each(self, self._header, shards))
+        try:
+            return headers, _unindexed(headers, weight_map, index)
+        except InputError as error:
+            tensor = error.tensor or ""
+        holders = [ref.file for each in headers for ref in each.tensors if ref.name == tensor]
+        for name in sorted({*holders, weight_map.get(tensor, shards[0])}):
+            self._distrust_header(name)
+        headers = tuple(read_each(self, self._header, shards))
+        return headers, _unindexed(headers, weight_map, index)
+
     def _header(self, name: str) -> Header:
-        """Read the header of a shard; prove the shard if the header is unsound."""
+        """Read the header of a shard, again from a proved shard if it is unsound."""
         try:
             return self._read_header(name)
         except InputError:
-            self._prove(name)  # the shard is sound, so the header came damaged
-            self._pieces.forget(name)
-            self._heads.pop(name, None)
+            self._distrust_header(name)
             return self._read_header(name)
+
+    def _distrust_header(self, name: str) -> None:
+        """Prove a shard, and forget its header, which may have come damaged."""
+        self._prove(name)
+        self._pieces.forget(name, is_used=False)
+        self._heads.pop(name, None)
 
     def _prove(self, name: str) -> None:
         """Hash a shard whose header makes no sense.
@@ -352,6 +364,14 @@ class HubSource(Source):
 
             return read_coming_header(name, nbytes, read)
         return read_header(name, nbytes, read)
+
+
+def _unindexed(
+    headers: tuple[Header, ...], weight_map: dict[str, str], index: str
+) -> tuple[str, ...]:
+    """Return the tensors that the index lacks; raise InputError as find_homes does."""
+    homes = find_homes(headers)
+    return check_index(homes, weight_map, index) if weight_map else ()
 
 
 class _RemoteStream(io.RawIOBase):

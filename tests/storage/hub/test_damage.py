@@ -320,6 +320,17 @@ def test_an_index_that_a_damaged_header_contradicts_is_not_blamed(hub, folder, t
     assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt")
 
 
+@pytest.mark.parametrize("word", [b"lm_head", b'"dtype"', b"BF16", b"[", b"up_proj"])
+def test_a_header_of_which_a_later_request_brings_the_truth(word, hub, folder, tmp_path):
+    """Two requests bring one damage: to a name that the index has, or to words of JSON."""
+    expected = expect(hub, folder, tmp_path / "a")
+    at = (folder / SECOND).read_bytes().index(word)
+    fault = hub.fault("flip", match=SECOND, at=at, times=2)
+    outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
+    assert outcome.json.get("digest") == expected, outcome.out
+    assert fault.times == 0
+
+
 def test_a_header_that_is_damaged_in_the_cache_is_fetched(hub, folder, tmp_path):
     shard = cached_shard(hub, folder, tmp_path)
     expected = expect(hub, folder, tmp_path / "a")
