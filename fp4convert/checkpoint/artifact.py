@@ -271,11 +271,11 @@ def is_artifact(source: Source, clues: Clues) -> bool:
     )
 
 
-def read_artifact(source: Source, reference: str) -> Artifact:
+def read_artifact(source: Source, reference: str, clues: Clues | None = None) -> Artifact:
     """Read the artifact in a source; errors name the reference."""
     from fp4convert.checkpoint.modules import read_modules
 
-    record, clues = read_json(source, RECORD), read_clues(source)
+    record, clues = read_json(source, RECORD), clues or read_clues(source)
     record = {} if METHOD in record else record
     groups, dialect = _read_identity(source, reference, clues, record)
     tensors = dict(clues.tensors)

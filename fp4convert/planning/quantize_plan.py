@@ -28,6 +28,7 @@ from fp4convert.planning.decisions import (
     warnings_on_four_bits,
 )
 from fp4convert.planning.kept_dtype import (
+    copy_as,
     draft_floats,
     expanded_spec,
     idle_keep_dtype,
@@ -39,6 +40,7 @@ from fp4convert.planning.kept_dtype import (
 from fp4convert.planning.no_effect import find_idle
 from fp4convert.planning.notes import (
     NO_CONFIG,
+    note_carried,
     note_left_behind,
     note_stacks,
     note_unchanged,
@@ -57,6 +59,7 @@ from fp4convert.planning.steps import (
     Task,
     module_of,
     refuse_forgotten,
+    spec_of,
 )
 from fp4convert.planning.units import Units
 from fp4convert.recipes.patterns import sift
@@ -67,6 +70,7 @@ from fp4convert.storage.source import Checkpoint
 
 if TYPE_CHECKING:
     from fp4convert.calibration.statistics import Calibration
+    from fp4convert.checkpoint.unreadable import Aside
     from fp4convert.planning.global_scales import GlobalScales
 
 INPUTS_TOO = (
@@ -129,7 +133,8 @@ def plan_quantize(
     every = [draft for own in drafts for draft in own]
     has_scalars = any(draft.scalar is not None for draft in every)
     outputs = refuse_collisions(tasks)
-    _refuse_lookalikes(outputs, dialect, units.shapes)
+    carried = {module_of(name) for name in linears.aside}
+    _refuse_lookalikes(outputs, dialect, {*units.shapes, *carried})
     left_out = list_left_out(linears, outputs)
     refuse_forgotten(checkpoint.tensors, tasks, left_out, linears.homes)
     # For the records and for people.
@@ -148,6 +153,7 @@ def plan_quantize(
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
         *notes_on_names(linears.judged),
         *linears.notes,
+        *note_carried(linears.aside),
     )
     idle = (*find_idle(recipe, checkpoint, linears, verdicts), *idle_keep_dtype(recipe, tasks))
     return Plan(
@@ -202,6 +208,8 @@ def _drafts_by_shard(
                 drafts.append(_change(linears.vectors[ref.name], ref, recipe))
             elif ref.name in home:
                 drafts += _drafts_of(ref, home[ref.name], units, recipe)
+            elif ref.name in linears.aside:
+                drafts.append(_carry(linears.aside[ref.name], recipe))
             elif ref.name not in consumed:
                 drafts.append(_keep(ref, recipe))
             drafts += cache.drafts.get(ref.name, ())
@@ -360,6 +368,14 @@ def _keep(ref: TensorRef, recipe: Recipe) -> Draft:
         read = FLOAT_TYPES if ref.dtype in DTYPE_BITS else (*FLOAT_TYPES, *BLOCK_TYPES)
         action, reason = "skip", f"{ref.dtype}, not one of {', '.join(read)}"
     return keep_tensor(ref, action, reason, recipe)
+
+
+def _carry(aside: Aside, recipe: Recipe) -> Draft:
+    """Draft the step of an unreadable tensor, in its recorded form."""
+    ref, form = aside.ref, aside.form
+    reason = recipe.reason_to_keep(module_of(ref.name)) or ""
+    draft = copy_as("copy", f"{reason}; carried unread", (ref,), spec_of(ref))
+    return draft._replace(step=draft.step._replace(form=form, shape=ref.shape if form else ()))
 
 
 def kept_modules(tasks: Iterable[Task]) -> list[str]:
