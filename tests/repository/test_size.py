@@ -15,10 +15,10 @@ from checkpoints import write_llama
 from paths import ROOT
 
 PACKAGE = ROOT / "fp4convert"
-MOST_MODULES, MOST_LINES_LOADED = 138, 26_200
+MOST_MODULES, MOST_LINES_LOADED = 138, 26_250
 MOST_FILES, MOST_FUNCTIONS = 106, 760
 MOST_BYTE_FILES = 18  # that the threads which make the bytes enter
-MOST_PACKAGE_LINES, MOST_TEST_LINES, MOST_CLASSES = 62_000, 97_800, 415
+MOST_PACKAGE_LINES, MOST_TEST_LINES, MOST_CLASSES = 62_200, 98_000, 415
 
 WATCH = """
 import sys, threading
