@@ -133,8 +133,8 @@ def plan_quantize(
     every = [draft for own in drafts for draft in own]
     has_scalars = any(draft.scalar is not None for draft in every)
     outputs = refuse_collisions(tasks)
-    carried = {module_of(name) for name in linears.aside}
-    _refuse_lookalikes(outputs, dialect, {*units.shapes, *carried})
+    carried = {*linears.aside, *_scales_of_tables(verdicts.values())}
+    _refuse_lookalikes(outputs, dialect, {*units.shapes, *map(module_of, carried)})
     left_out = list_left_out(linears, outputs)
     refuse_forgotten(checkpoint.tensors, tasks, left_out, linears.homes)
     # For the records and for people.
@@ -199,7 +199,8 @@ def _drafts_by_shard(
     checkpoint: Checkpoint, linears: Linears, units: Units, recipe: Recipe, cache: Cache
 ) -> list[list[Draft]]:
     """Draft a step for every tensor of each shard, in their order."""
-    home, consumed = linears.by_home(), linears.consumed()
+    home = linears.by_home()
+    consumed = linears.consumed() - _scales_of_tables(units.verdicts.values())
     found = []
     for shard in checkpoint.shards:
         drafts: list[Draft] = []
@@ -215,6 +216,12 @@ def _drafts_by_shard(
             drafts += cache.drafts.get(ref.name, ())
         found.append(drafts)
     return found
+
+
+def _scales_of_tables(verdicts: Iterable[Verdict]) -> set[str]:
+    """Return the names of scales of tables that stay as they are."""
+    stay = (one.linear for one in verdicts if one.linear.coding.is_at_home and not one.is_made)
+    return {ref.name for linear in stay for ref in linear.refs[1:]}
 
 
 def list_left_out(linears: Linears, outputs: Collection[str]) -> dict[str, str]:
