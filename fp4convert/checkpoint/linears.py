@@ -17,7 +17,7 @@ from fp4convert.checkpoint.artifact import (
     read_artifact,
     read_clues,
 )
-from fp4convert.checkpoint.dialects.base import Clues
+from fp4convert.checkpoint.dialects.base import Clues, json_object
 from fp4convert.checkpoint.dialects.registry import is_mark
 from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.encodings.base import CACHE_SCALES, PACKED_DTYPE, Linear
@@ -335,5 +335,8 @@ def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
         method = clues.record.get("quant_method", "modelopt")
         detail = f"{prefix}config.json: the checkpoint is already quantized, by {method!r}"
         detail = f"{detail}; no tensor is stored in a way that fp4convert reads"
-        remedy = "If these are the original weights, remove quantization_config from config.json."
+        configs = {"": clues.config, **clues.config}.items()
+        at = next((key for key, one in configs if clues.record in json_object(one).values()), "")
+        place = f"{at} of config.json" if at else "config.json"
+        remedy = f"If these are the original weights, remove quantization_config from {place}."
         raise InputError("already-quantized", detail, f"{next_step} {remedy}")
