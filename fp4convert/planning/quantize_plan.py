@@ -28,7 +28,7 @@ from fp4convert.planning.decisions import (
     warnings_on_four_bits,
 )
 from fp4convert.planning.kept_dtype import (
-    copy_as,
+    carry_unread,
     draft_floats,
     expanded_spec,
     idle_keep_dtype,
@@ -36,6 +36,7 @@ from fp4convert.planning.kept_dtype import (
     keep_tensor,
     kept_spec,
     narrowed,
+    scales_of_tables,
 )
 from fp4convert.planning.no_effect import find_idle
 from fp4convert.planning.notes import (
@@ -59,7 +60,6 @@ from fp4convert.planning.steps import (
     Task,
     module_of,
     refuse_forgotten,
-    spec_of,
 )
 from fp4convert.planning.units import Units
 from fp4convert.recipes.patterns import sift
@@ -70,7 +70,6 @@ from fp4convert.storage.source import Checkpoint
 
 if TYPE_CHECKING:
     from fp4convert.calibration.statistics import Calibration
-    from fp4convert.checkpoint.unreadable import Aside
     from fp4convert.planning.global_scales import GlobalScales
 
 INPUTS_TOO = (
@@ -133,7 +132,7 @@ def plan_quantize(
     every = [draft for own in drafts for draft in own]
     has_scalars = any(draft.scalar is not None for draft in every)
     outputs = refuse_collisions(tasks)
-    carried = {*linears.aside, *_scales_of_tables(verdicts.values())}
+    carried = {*linears.aside, *scales_of_tables(linears, units.shapes)}
     _refuse_lookalikes(outputs, dialect, {*units.shapes, *map(module_of, carried)})
     left_out = list_left_out(linears, outputs)
     refuse_forgotten(checkpoint.tensors, tasks, left_out, linears.homes)
@@ -200,7 +199,7 @@ def _drafts_by_shard(
 ) -> list[list[Draft]]:
     """Draft a step for every tensor of each shard, in their order."""
     home = linears.by_home()
-    consumed = linears.consumed() - _scales_of_tables(units.verdicts.values())
+    consumed = linears.consumed() - scales_of_tables(linears, units.shapes)
     found = []
     for shard in checkpoint.shards:
         drafts: list[Draft] = []
@@ -210,18 +209,12 @@ def _drafts_by_shard(
             elif ref.name in home:
                 drafts += _drafts_of(ref, home[ref.name], units, recipe)
             elif ref.name in linears.aside:
-                drafts.append(_carry(linears.aside[ref.name], recipe))
+                drafts.append(carry_unread(linears.aside[ref.name], recipe))
             elif ref.name not in consumed:
                 drafts.append(_keep(ref, recipe))
             drafts += cache.drafts.get(ref.name, ())
         found.append(drafts)
     return found
-
-
-def _scales_of_tables(verdicts: Iterable[Verdict]) -> set[str]:
-    """Return the names of scales of tables that stay as they are."""
-    stay = (one.linear for one in verdicts if one.linear.coding.is_at_home and not one.is_made)
-    return {ref.name for linear in stay for ref in linear.refs[1:]}
 
 
 def list_left_out(linears: Linears, outputs: Collection[str]) -> dict[str, str]:
@@ -375,14 +368,6 @@ def _keep(ref: TensorRef, recipe: Recipe) -> Draft:
         read = FLOAT_TYPES if ref.dtype in DTYPE_BITS else (*FLOAT_TYPES, *BLOCK_TYPES)
         action, reason = "skip", f"{ref.dtype}, not one of {', '.join(read)}"
     return keep_tensor(ref, action, reason, recipe)
-
-
-def _carry(aside: Aside, recipe: Recipe) -> Draft:
-    """Draft the step of an unreadable tensor, in its recorded form."""
-    ref, form = aside.ref, aside.form
-    reason = recipe.reason_to_keep(module_of(ref.name)) or ""
-    draft = copy_as("copy", f"{reason}; carried unread", (ref,), spec_of(ref))
-    return draft._replace(step=draft.step._replace(form=form, shape=ref.shape if form else ()))
 
 
 def kept_modules(tasks: Iterable[Task]) -> list[str]:
