@@ -48,6 +48,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
+from fp4convert.calibration.imatrix import is_imatrix, open_imatrix
 from fp4convert.calibration.statistics import AGAIN, Calibration, parse_note
 from fp4convert.errors import InputError
 from fp4convert.storage.disk import hash_file, open_regular
@@ -82,6 +83,8 @@ def open_calibration(path: Path | str) -> Calibration:
     try:
         with open_regular(path) as stream:
             head = stream.read(8)
+            if is_imatrix(head):
+                return open_imatrix(path)
         is_index = head.startswith(b"{") and b"\0" not in head
         text = read_text_file(path).encode() if is_index else b""
     except UnicodeDecodeError as error:

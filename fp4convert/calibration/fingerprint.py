@@ -70,6 +70,9 @@ def check_source(
              accepted, and plans warn
     """
     path, next_step = calibration.path, "Calibrate it: fp4convert calibrate SOURCE -o FILE."
+    if "fingerprint" not in calibration.notes:  # of another tool: names and widths tell
+        check_linears(calibration, linears)
+        return
     if fingerprint_of(source) != calibration.notes["fingerprint"]:
         detail = f"{path} was made from another model than {source.name}"
         detail += ": names, shapes or config.json differ"

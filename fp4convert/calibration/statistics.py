@@ -89,6 +89,16 @@ class Calibration(NamedTuple):
         return self.notes["gram"]
 
     @property
+    def usual(self) -> str:
+        """Name the statistic that every linear layer with any has."""
+        return "input_channel_amax"
+
+    @property
+    def has_largest(self) -> bool:
+        """Return whether there are largest inputs, which input scales need."""
+        return any(name.endswith(".input_amax") for name in self.refs)
+
+    @property
     def has_moments(self) -> bool:
         """Return whether there are mean squares of inputs, which weigh errors."""
         return any(name.endswith(".input_sq_mean") for name in self.refs)
@@ -103,13 +113,12 @@ class Calibration(NamedTuple):
         """Return the module that holds its statistics."""
         return self.inputs.get(module, module)
 
-    def has(self, module: str, statistic: str = "input_channel_amax") -> bool:
+    def has(self, module: str, statistic: str = "") -> bool:
         """Tell whether there is such a statistic of a module.
 
-        statistic  the end of its name; the usual one is there where any is on a linear layer's
-                   inputs
+        statistic  the end of its name; "" for the usual one
         """
-        return f"{self.holder(module)}.{statistic}" in self.refs
+        return f"{self.holder(module)}.{statistic or self.usual}" in self.refs
 
     def gram_widths(self) -> list[tuple[int, int]]:
         """Return (columns, block width) of every Gram matrix, padded."""
@@ -288,7 +297,7 @@ class Calibration(NamedTuple):
 
     def _read_columns(self, module: str, statistic: str) -> Float32s:
         """Read a number for every column that the linear layer has."""
-        expected = self.find(module, "input_channel_amax").shape
+        expected = self.find(module, self.usual).shape
         values = self._read_checked(module, statistic)
         if values.shape != expected or len(expected) != 1:
             detail = f"has the shape {list(values.shape)}; expected a number for every column"
@@ -339,7 +348,7 @@ def check_linears(calibration: Calibration, linears: Iterable[Linear]) -> None:
     """Raise InputError for a linear layer without plausible statistics."""
     holders: set[str] = set()
     for linear in linears:
-        ref = calibration.find(linear.module, "input_channel_amax")
+        ref = calibration.find(linear.module, calibration.usual)
         if ref.shape != linear.shape[1:]:
             detail = f"{calibration.path}: {ref.name} has the shape {list(ref.shape)}"
             detail += f"; expected {[linear.shape[1]]}"
@@ -353,7 +362,11 @@ def check_linears(calibration: Calibration, linears: Iterable[Linear]) -> None:
 
 def check_inputs(calibration: Calibration, module: str) -> None:
     """Raise InputError for contradicting statistics of a layer's inputs."""
-    has, largest = calibration.has, calibration.channel_amax(module)
+    has = calibration.has
+    if not has(module, "input_channel_amax"):
+        calibration.moments(module)
+        return
+    largest = calibration.channel_amax(module)
     found = contradiction(
         InputStatistics(
             tokens=calibration.tokens_of(module) if has(module, "tokens") else None,

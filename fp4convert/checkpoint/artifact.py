@@ -239,7 +239,9 @@ def open_quantized(reference: str, access: Access | None = None) -> tuple[Source
 
     source = open_source(reference, access)
     clues = read_clues(source)
-    has_others = any(ref.dtype in BLOCK_TYPES for ref in clues.tensors.values())
+    has_others = any(
+        ref.dtype in BLOCK_TYPES or ref.dtype in FP8_DTYPES for ref in clues.tensors.values()
+    )
     is_quantized = bool(clues.record or clues.hf_quant_config or has_others)
     is_other = is_quantized and not is_artifact(source, clues)
     return source, None if is_other else read_artifact(source, reference)
@@ -271,11 +273,11 @@ def is_artifact(source: Source, clues: Clues) -> bool:
     )
 
 
-def read_artifact(source: Source, reference: str) -> Artifact:
+def read_artifact(source: Source, reference: str, clues: Clues | None = None) -> Artifact:
     """Read the artifact in a source; errors name the reference."""
     from fp4convert.checkpoint.modules import read_modules
 
-    record, clues = read_json(source, RECORD), read_clues(source)
+    record, clues = read_json(source, RECORD), clues or read_clues(source)
     record = {} if METHOD in record else record
     groups, dialect = _read_identity(source, reference, clues, record)
     tensors = dict(clues.tensors)
@@ -357,7 +359,10 @@ def _read_identity(
     detail = f"{detail}, no record or names of {', '.join(DIALECTS)}"
     if eights := Counter(ref.dtype for ref in clues.tensors.values() if ref.dtype in FP8_DTYPES):
         words = " and ".join(f"{count} tensors of {dtype}" for dtype, count in eights.items())
-        detail = f"{reference} holds {words}, and no record or mark describes them for an engine;"
+        is_mistral = clues.record and not source.checkpoint.config
+        why = f"{PARAMS} describes them in Mistral's own form, which is not judged here"
+        why = why if is_mistral else "no record or mark describes them for an engine"
+        detail = f"{reference} holds {words}, and {why};"
         detail = f"{detail} quantize and dequantize read FP8 by the names of its scales"
     next_step = f"Quantize it: {quantize}"
     raise InputError("not-an-artifact", detail, next_step)

@@ -17,7 +17,7 @@ from fp4convert.checkpoint.artifact import (
     read_artifact,
     read_clues,
 )
-from fp4convert.checkpoint.dialects.base import Clues
+from fp4convert.checkpoint.dialects.base import Clues, json_object
 from fp4convert.checkpoint.dialects.registry import is_mark
 from fp4convert.checkpoint.dialects.stacks import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.encodings.base import CACHE_SCALES, PACKED_DTYPE, Linear
@@ -28,6 +28,7 @@ from fp4convert.checkpoint.unread import find_beside, find_unread, is_coded, ref
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.fp8_int import FP8_DTYPES
+from fp4convert.recipes.options import RecipeOptions
 from fp4convert.recipes.patterns import configs_in
 from fp4convert.recipes.recipe import Recipe, model_recipe
 from fp4convert.recipes.rules import FoldUse, is_expert_stack
@@ -37,7 +38,9 @@ from fp4convert.storage.source import Checkpoint, Source
 if TYPE_CHECKING:
     from fp4convert.checkpoint.adapters.peft import Adapter
     from fp4convert.checkpoint.encodings.base import Base
+    from fp4convert.checkpoint.unreadable import Aside
 
+EVERYTHING = RecipeOptions(exclude=("*",))
 HIDDEN_SIZES = ("hidden_size", "moe_hidden_size")  # of config.json; experts may read fewer columns
 
 
@@ -57,6 +60,7 @@ class Linears:
     folds    places of factors that weights hold, those of the source first
     notes    what a person should know of these
     judged   what names and sizes say of the source
+    aside    tensors of excluded modules that cannot be read, by name
     """
 
     of: Mapping[str, Linear]
@@ -69,6 +73,7 @@ class Linears:
     folds: tuple[FoldUse, ...] = ()
     notes: tuple[str, ...] = ()
     judged: Judgement = field(default_factory=Judgement)
+    aside: Mapping[str, Aside] = field(default_factory=dict)
 
     @property
     def is_packed(self) -> bool:
@@ -98,15 +103,33 @@ class Linears:
 
 
 def find_linears(source: Source, recipe: Recipe) -> Linears:
-    """Find the linear layers of a source."""
-    clues = read_clues(source)
+    """Find the linear layers of a source; excluded ones need not be readable."""
+    aside: dict[str, Aside] = {}
+    while True:
+        try:
+            linears = _find_all(source, recipe, aside)
+        except InputError as error:
+            from fp4convert.checkpoint.unreadable import set_aside
+
+            more = set_aside(error, read_clues(source), recipe)
+            if not more.keys() - aside.keys():
+                raise
+            aside |= more
+        else:
+            strange = [one for one in linears.judged.unexplained if one.name not in aside]
+            judged = linears.judged._replace(unexplained=tuple(strange))
+            return replace(linears, aside=aside, judged=judged) if aside else linears
+
+
+def _find_all(source: Source, recipe: Recipe, aside: Mapping[str, Aside]) -> Linears:
+    clues = read_clues(source).without(aside)
     if is_artifact(source, clues):
         from fp4convert.checkpoint.encodings.corrected import biases_stored
         from fp4convert.checkpoint.encodings.fp4 import find_fp4
         from fp4convert.checkpoint.encodings.fp8 import Fp8
         from fp4convert.checkpoint.soundness import refuse_unsound
 
-        artifact = read_artifact(source, source.name)
+        artifact = read_artifact(source, source.name, clues)
         refuse_unsound(artifact)
         others = others_of(artifact).items()
         fp8 = {module: linear for module, linear in others if isinstance(linear.coding, Fp8)}
@@ -218,9 +241,10 @@ def linears_of(
 def originals_of(artifact: Artifact, source: Source) -> Linears:
     """Find the linear layers of an artifact's source, before any adapter.
 
-    Stacks are read by the rules of the artifact's record.
+    Stacks are read by the rules of the artifact's record. What could not be read was excluded, and
+    is compared as bytes.
     """
-    recipe = model_recipe(source.checkpoint.config)
+    recipe = model_recipe(source.checkpoint.config, EVERYTHING, artifact.dialect)
     stacks = (*stacks_recorded(artifact.record), *recipe.stacks)
     return find_linears(source, replace(recipe, stacks=stacks))
 
@@ -311,5 +335,8 @@ def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
         method = clues.record.get("quant_method", "modelopt")
         detail = f"{prefix}config.json: the checkpoint is already quantized, by {method!r}"
         detail = f"{detail}; no tensor is stored in a way that fp4convert reads"
-        remedy = "If these are the original weights, remove quantization_config from config.json."
+        configs = {"": clues.config, **clues.config}.items()
+        at = next((key for key, one in configs if clues.record in json_object(one).values()), "")
+        place = f"{at} of config.json" if at else "config.json"
+        remedy = f"If these are the original weights, remove quantization_config from {place}."
         raise InputError("already-quantized", detail, f"{next_step} {remedy}")

@@ -10,6 +10,7 @@ from typing import TypeVar
 from fp4convert.checkpoint.dialects.base import Dialect, Packed, whole
 from fp4convert.checkpoint.dialects.forms import SCALE_DTYPES, Form, Group, parents_of
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot, StridedRows, places_of
+from fp4convert.checkpoint.record import TABLE, TABLE_SCALES
 from fp4convert.errors import Finding
 from fp4convert.numerics.formats import FP8
 from fp4convert.recipes.patterns import matches
@@ -50,6 +51,11 @@ class _Reader:
         has_fp8_weight  its dtype alone shows it: an ordinary tensor unless a record names it
         """
         traits, specs = self._dialect.TRAITS, self._specs_of(stem)
+        if TABLE.fullmatch(stem):  # a shard, the scale of all, or a whole table beside blocks
+            has_scale = any(stem + ending in self._tensors for ending in TABLE_SCALES)
+            is_of_blocks = specs is not None and isinstance(specs[0].granularity, tuple)
+            if is_of_blocks or (stem + WEIGHT in self._tensors) != has_scale:
+                return
         if specs is None:
             if not has_fp8_weight:
                 detail = "it has scales, and no group or pattern of the record says what it is"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from fp4convert.numerics.formats import FLOAT_TYPES, INT4, MXFP8, STORED_FORMATS
 from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.rules import FoldRule, FoldUse, StackRule
 from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.safetensors import WEIGHT, TensorRef
 
 # Keys of the record.
 ADAPTER = "adapter"
@@ -62,6 +64,12 @@ class RecordContents(NamedTuple):
     adapter: Mapping[str, object] | None = None
     goal: Mapping[str, object] | None = None
     options: Mapping[str, object] | None = None
+
+
+# A table of n-grams, the key of models that have one, and what tells engines its dtype (vLLM 0.33).
+TABLE = re.compile(r"(.+\.ngram_embedding)(?:\.shard_\d+)?")
+TABLE_SCALES = (".weight_scale", ".weight_scale_inv")
+TABLE_SIGN, TABLE_DTYPE = "ple_layer_ids", "ple_embedding_dtype"
 
 
 def make_record(
@@ -326,3 +334,15 @@ def _form_recorded(record: Mapping[str, object], traits: Traits) -> Form:
 def describe_groups(groups: Sequence[Group]) -> str:
     """Name the forms for people."""
     return " + ".join(dict.fromkeys(group.form.word for group in groups))
+
+
+def declare_tables(config: Mapping[str, object], outputs: Sequence[TensorRef]) -> dict[str, object]:
+    """Return a config that names the dtype of tables of n-grams in FP8."""
+    if TABLE_SIGN in config:
+        eight = (ref for ref in outputs if ref.dtype == "F8_E4M3")
+        if any(TABLE.fullmatch(ref.name.removesuffix(WEIGHT)) for ref in eight):
+            return {**config, TABLE_DTYPE: "float8_e4m3fn"}
+    return {
+        key: declare_tables(value, outputs) if isinstance(value, dict) else value
+        for key, value in config.items()
+    }

@@ -25,7 +25,7 @@ OPTIONS = {  # ours: theirs
         "out out-dir output-dir output-path save-dir save-path export-path export-dir mlx-path"
         " outfile out-file dest destination to folder"
     ),
-    "--dialect": "export-format export-fmt target",
+    "--dialect": "export-format export-fmt target for",  # the last where there is no --for
     "--for": "engine backend runtime serve serve-with",
     "--method": "algorithm algo quant-method quant-algo modifier",
     "--calibration": (
@@ -70,7 +70,7 @@ COMMANDS = {  # ours: theirs
 }
 REMARKS = {
     "--format": "Its words are nvfp4, mxfp4, fp8 and mxfp8.",
-    "--calibration": "fp4convert calibrate makes the file that it takes.",
+    "--calibration": "fp4convert calibrate makes the file that it takes; so does llama-imatrix.",
 }
 
 
@@ -88,11 +88,11 @@ def answer_option(name: str, known: Collection[str], command: str) -> str:
         if plain in theirs.split() and ours in known:
             return f"fp4convert calls it {ours}. {REMARKS.get(ours, '')}".rstrip()
     by_name = {_plain(flag): flag for flag in known if flag.startswith("--")}
-    near = get_close_matches(plain, by_name, 1, NEAR)
-    if near:
-        return f"Did you mean {by_name[near[0]]}?"
     having = [each for each, row in _commands().items() if f"--{plain}" in row]
-    return f"It is an option of fp4convert {', '.join(having)}." if having else ""
+    if having and plain not in by_name:
+        return f"It is an option of fp4convert {', '.join(having)}."
+    near = get_close_matches(plain, by_name, 1, NEAR)
+    return f"Did you mean {by_name[near[0]]}?" if near else ""
 
 
 def _commands() -> dict[str, set[str]]:

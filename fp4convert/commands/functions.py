@@ -136,7 +136,7 @@ def quantize(
     damping: With --method gptq: share of H's mean diagonal that is added to it. Default: 0.05.
     passes: With --method gptq: how often codes and block scales are gone over afterwards. Default:
         3.
-    calibration: Statistics of this source, a file made by fp4convert calibrate.
+    calibration: Statistics of this source: a file of fp4convert calibrate, or llama.cpp's imatrix.
     text: Calibrate with this plain text first, and round by gptq; may be given several times.
     dataset: As --text, with conversations ('messages') or 'text' of a jsonl or parquet file.
     self_generate: As --text, with so many sequences that the model writes.
@@ -764,7 +764,7 @@ def analyze(
              and AccessError from the Hub
 
     source: A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.
-    calibration: Statistics of this source, a file made by fp4convert calibrate.
+    calibration: Statistics of this source: a file of fp4convert calibrate, or llama.cpp's imatrix.
     sample: GB of the source to read, from every kind of module. Default: 0.02.
     exclude: Keep these modules as they are. Glob, or re:REGEX.
     include: Quantize these modules too, although the recipe keeps them.
@@ -908,7 +908,7 @@ def reproduce(
     artifact: An artifact, or its quantization_config.json alone: a folder, a file, or ORG/NAME.
     source: What it was made from. Default: the repository and commit in the record.
     base: What quantize had as --base.
-    calibration: Statistics of this source, a file made by fp4convert calibrate.
+    calibration: Statistics of this source: a file of fp4convert calibrate, or llama.cpp's imatrix.
     lora: The LoRA adapter that --source was merged with, as quantize --lora had it.
     global_scale: What quantize had as --global-scale.
     input_scale: The artifact or file that quantize had as --input-scale.

@@ -12,11 +12,18 @@ from typing import Any
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Group, with_fused
 from fp4convert.checkpoint.dialects.registry import dialect_named
-from fp4convert.checkpoint.record import BASE, PADDING, RecordContents, make_record
+from fp4convert.checkpoint.record import (
+    BASE,
+    PADDING,
+    TABLE_SIGN,
+    RecordContents,
+    declare_tables,
+    make_record,
+)
 from fp4convert.engines.module_names import engine_names
 from fp4convert.execution.job import Job
 from fp4convert.planning.plan import Plan
-from fp4convert.recipes.patterns import matches, sift
+from fp4convert.recipes.patterns import configs_in, matches, sift
 from fp4convert.storage.checkpoint_files import (
     CARD,
     ENGINE_RECORD,
@@ -103,6 +110,8 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
         named = [Group(group.form, with_fused(group.modules)) for group in groups]
     records = spelling.records(named, ignored_by_engines(plan, source.checkpoint.config))
     config = unquantized(source.checkpoint.config)
+    if any(TABLE_SIGN in part for part in configs_in(config)):
+        config = declare_tables(config, [ref for task in plan.tasks for ref in task.outputs])
     if "config.json" in records or (config and spelling.TRAITS.container == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}
     # Written in this order: the index first.

@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from fp4convert.checkpoint.module_names import join_names, reading_rank, split_leaf, split_numbers
-from fp4convert.checkpoint.record import method_settings
+from fp4convert.checkpoint.record import TABLE, method_settings
 from fp4convert.conversion.artifact_job import describe_adapter
 from fp4convert.conversion.device_choice import (
     choose_device,
@@ -33,7 +33,7 @@ from fp4convert.planning.plan import Plan, bits_per_weight_of
 from fp4convert.planning.steps import Step
 from fp4convert.planning.tensor_parallel import OPTION, can_pad, find_bad_splits
 from fp4convert.process import processors
-from fp4convert.progress import size_text
+from fp4convert.progress import are_text, size_text
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Source, uncollected
 
@@ -295,6 +295,11 @@ def find_doubts(sized: Sequence[Sized], plan: Plan, source: Source | None = None
             because = f"packed weights that are kept add, as bf16, {size_text(added)}"
             warning = f"{warning}; {because}: see --keep-packed"
         found.append(warning)
+    kept = (one for one in sized if not one.step.is_made and TABLE.fullmatch(one.step.module))
+    tables = [one.output_bytes for one in kept]
+    if 4 * sum(tables) > after:
+        share = f"{size_text(sum(tables))} of {size_text(after)}"
+        found.append(f"{are_text(len(tables), 'tensor')} of n-gram tables, and kept: {share}")
     if plan.target.method != RTN:
         longer = f"{plan.target.method} takes longer (docs/methods.md)"
         found.append(f"the time is that of --method {RTN}; {longer}")

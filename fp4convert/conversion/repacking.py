@@ -274,8 +274,13 @@ def _contents_of(artifact: Artifact, target: Target, made: Format | None) -> Tra
     """Find the form of every quantized module in the target's dialect."""
     traits = dialect_named(str(target.dialect)).TRAITS
     fp8 = find_fp8(artifact.clues, artifact.packed)
-    unrecorded = {module: linear for module, linear in fp8.items() if len(linear.refs) > 1}
-    unscaled = frozenset(fp8[module].home.name for module in fp8.keys() - unrecorded.keys())
+    unrecorded = {
+        module: linear
+        for module, linear in fp8.items()
+        if len(linear.refs) > 1 and not linear.coding.is_at_home
+    }
+    staying = fp8.keys() - unrecorded.keys()
+    unscaled = frozenset(ref.name for module in staying for ref in fp8[module].refs)
     others = {**unrecorded, **others_of(artifact)}
     becoming = {module: made or one.form.format for module, one in artifact.modules.items()}
     step = "Choose one of these dialects; or dequantize the artifact, and quantize the result."

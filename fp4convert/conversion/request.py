@@ -210,7 +210,7 @@ def _understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linea
         from fp4convert.calibration.fingerprint import check_source
 
         check_source(calibration, source, adapter=key)
-    inputs = measured_scales(calibration) if calibration else None
+    inputs = measured_scales(calibration) if calibration and calibration.has_largest else None
     if options.input_scale is not None:
         form = Form(recipe.format, recipe.target.activations)
         inputs = choose_scales(source, form, options.input_scale, key)

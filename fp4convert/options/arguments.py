@@ -78,7 +78,10 @@ Page = Annotated[
 ]
 Statistics = Annotated[
     Reference | None,
-    Option("Statistics of this source, a file made by fp4convert calibrate.", panel=QUALITY),
+    Option(
+        "Statistics of this source: a file of fp4convert calibrate, or llama.cpp's imatrix.",
+        panel=QUALITY,
+    ),
 ]
 LeastSqnr = Annotated[
     float | None,

@@ -59,7 +59,9 @@ def _warn_unmeasured(
         why = "which no calibration or file gives"
     assumed: dict[bool, list[str]] = {True: [], False: []}
     for one in fed:
-        is_measured = (seen and seen.has(one.module)) or (scales.is_auto and scales.find(one))
+        is_measured = (seen and seen.has(one.module, "input_amax")) or (
+            scales.is_auto and scales.find(one)
+        )
         if shared.get(one.module) == 1.0 and not is_measured:
             assumed[one.form.format.is_fp4].append(one.module)
     for is_fp4, modules in assumed.items():
@@ -85,7 +87,9 @@ def _find_small(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibrati
     cut = []
     for one in fed:
         reach = shared.get(one.module, math.inf) * range_of(one.form.format)
-        if seen.has(one.module) and (amax := seen.amax(one.module)) > reach * (1 + SLACK):
+        if seen.has(one.module, "input_amax") and (amax := seen.amax(one.module)) > reach * (
+            1 + SLACK
+        ):
             cut.append((amax / reach, one.module, reach, amax))
     if not cut:
         return []
@@ -103,7 +107,7 @@ def _find_large(fed: Iterable[Fed], shared: Mapping[str, float], seen: Calibrati
     lost = []
     for one in fed:
         chosen, fmt = shared.get(one.module), one.form.format
-        if chosen is None or not seen.has(one.module):
+        if chosen is None or not seen.has(one.module, "input_amax"):
             continue
         if chosen <= seen.amax(one.module) / range_of(fmt) * (1 + SLACK):
             continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
@@ -27,6 +28,10 @@ from fp4convert.planning.steps import Action, Draft, Step, Task, module_of, spec
 from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import Recipe, Target
 from fp4convert.storage.safetensors import WEIGHT, TensorRef, TensorSpec, nbytes_of
+
+if TYPE_CHECKING:
+    from fp4convert.checkpoint.linears import Linears
+    from fp4convert.checkpoint.unreadable import Aside
 
 KEPT_DTYPE = "bf16"  # of what was packed and stays
 
@@ -108,6 +113,20 @@ def keep_tensor(ref: TensorRef, action: Action, reason: str, recipe: Recipe | No
     whole = Linear(module_of(ref.name), shape, FLOATS[ref.dtype], (ref,))
     draft = draft_floats(action, f"{reason}; {narrowed(ref, recipe)}", whole, spec)
     return draft._replace(step=draft.step._replace(shape=()))
+
+
+def carry_unread(aside: Aside, recipe: Recipe) -> Draft:
+    """Draft the step of an unreadable tensor, in its recorded form."""
+    ref, form = aside.ref, aside.form
+    reason = recipe.reason_to_keep(module_of(ref.name)) or ""
+    draft = copy_as("copy", f"{reason}; carried unread", (ref,), spec_of(ref))
+    return draft._replace(step=draft.step._replace(form=form, shape=ref.shape if form else ()))
+
+
+def scales_of_tables(linears: Linears, made: Collection[str]) -> set[str]:
+    """Return the names of scales of tables that stay as they are."""
+    tables = (one for name, one in linears.of.items() if one.coding.is_at_home and name not in made)
+    return {ref.name for table in tables for ref in table.refs[1:]}
 
 
 def copy_as(

@@ -18,7 +18,7 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, Format
 from fp4convert.planning.decisions import Verdict
 from fp4convert.planning.kept_dtype import word_of
-from fp4convert.planning.steps import Draft, Task
+from fp4convert.planning.steps import Draft, Task, module_of
 from fp4convert.progress import are_text, count_text
 from fp4convert.recipes.recipe import Recipe, Target
 from fp4convert.recipes.rules import is_expert_stack
@@ -29,6 +29,7 @@ from fp4convert.storage.source import Checkpoint
 if TYPE_CHECKING:
     from fp4convert.calibration.statistics import Calibration
     from fp4convert.checkpoint.artifact import Artifact
+    from fp4convert.checkpoint.unreadable import Aside
 
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
 MISTRALS = "consolidated"  # how the names begin of files in Mistral's form
@@ -98,6 +99,15 @@ def note_unscaled(linears: Linears) -> Iterator[str]:
         yield (
             f"{count_text(len(bare), 'module')} in FP8 without scales, the first {bare[0]!r}: the"
             " codes are taken for the values, which is wrong where a scale was lost"
+        )
+
+
+def note_carried(aside: Mapping[str, Aside]) -> Iterator[str]:
+    """Name excluded modules that nothing here can read."""
+    if modules := sorted({module_of(name) for name in aside}):
+        yield (
+            f"{are_text(len(modules), 'excluded module')} carried bit for bit, and unread, the"
+            f" first {modules[0]!r}: {next(iter(aside.values())).why}"
         )
 
 

@@ -28,6 +28,7 @@ from fp4convert.planning.decisions import (
     warnings_on_four_bits,
 )
 from fp4convert.planning.kept_dtype import (
+    carry_unread,
     draft_floats,
     expanded_spec,
     idle_keep_dtype,
@@ -35,10 +36,12 @@ from fp4convert.planning.kept_dtype import (
     keep_tensor,
     kept_spec,
     narrowed,
+    scales_of_tables,
 )
 from fp4convert.planning.no_effect import find_idle
 from fp4convert.planning.notes import (
     NO_CONFIG,
+    note_carried,
     note_left_behind,
     note_stacks,
     note_unchanged,
@@ -129,7 +132,8 @@ def plan_quantize(
     every = [draft for own in drafts for draft in own]
     has_scalars = any(draft.scalar is not None for draft in every)
     outputs = refuse_collisions(tasks)
-    _refuse_lookalikes(outputs, dialect, units.shapes)
+    carried = {*linears.aside, *scales_of_tables(linears, units.shapes)}
+    _refuse_lookalikes(outputs, dialect, {*units.shapes, *map(module_of, carried)})
     left_out = list_left_out(linears, outputs)
     refuse_forgotten(checkpoint.tensors, tasks, left_out, linears.homes)
     # For the records and for people.
@@ -148,6 +152,7 @@ def plan_quantize(
         *([] if checkpoint.config or dialect.TRAITS.container != "safetensors" else [NO_CONFIG]),
         *notes_on_names(linears.judged),
         *linears.notes,
+        *note_carried(linears.aside),
     )
     idle = (*find_idle(recipe, checkpoint, linears, verdicts), *idle_keep_dtype(recipe, tasks))
     return Plan(
@@ -193,7 +198,8 @@ def _drafts_by_shard(
     checkpoint: Checkpoint, linears: Linears, units: Units, recipe: Recipe, cache: Cache
 ) -> list[list[Draft]]:
     """Draft a step for every tensor of each shard, in their order."""
-    home, consumed = linears.by_home(), linears.consumed()
+    home = linears.by_home()
+    consumed = linears.consumed() - scales_of_tables(linears, units.shapes)
     found = []
     for shard in checkpoint.shards:
         drafts: list[Draft] = []
@@ -202,6 +208,8 @@ def _drafts_by_shard(
                 drafts.append(_change(linears.vectors[ref.name], ref, recipe))
             elif ref.name in home:
                 drafts += _drafts_of(ref, home[ref.name], units, recipe)
+            elif ref.name in linears.aside:
+                drafts.append(carry_unread(linears.aside[ref.name], recipe))
             elif ref.name not in consumed:
                 drafts.append(_keep(ref, recipe))
             drafts += cache.drafts.get(ref.name, ())

@@ -142,7 +142,7 @@ class Transcoding(NamedTuple):
     artifact    has the four-bit modules
     others      modules of eight bits and of int4
     forms       of the modules in the result; a module without one becomes floats
-    unscaled    FP8 without scales, which are values themselves and stay
+    unscaled    FP8 without scales, which are values themselves, and tables of n-grams: they stay
     keep_dtype  of --keep-dtype; the target's may be that of the artifact
     """
 

@@ -217,7 +217,14 @@ def choose_shards(
             raise InputError("index-and-single", detail, next_step)
         for missing in sorted(listed - set(names)):
             detail = f"{missing} is missing, the index names it"
-            raise InputError("missing-shard", detail)
+            if not (beside := sorted(set(found) - listed)):
+                raise InputError("missing-shard", detail)
+            index = find_index(names)
+            detail += f", and not {len(beside)} that are there, the first {beside[0]}"
+            next_step = (
+                f"Download the missing file; or remove {index}, if the others are the model."
+            )
+            raise InputError("missing-shard", detail, next_step)
         return sorted(listed)
 
     # Without an index; names may say that there are more shards.

@@ -98,6 +98,7 @@ def _finite(digits: str) -> float:
 
 QUANTIZATION_KEYS = frozenset(  # of config.json, in any dialect
     {"quantization_config", "compression_config", "quantization", "expert_dtype"}
+    | {"ple_embedding_dtype"}
 )
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import Tensor, done, pack_shard, read_folder, run, values_of
+from checkpoints import Tensor, done, pack_shard, read_folder, run, values_of, write_checkpoint
 
 ROWS, COLUMNS = 192, 256
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -275,3 +276,24 @@ def test_unmarked_weights_in_another_layout_are_refused_alike(tmp_path: Path) ->
         assert (refused.code, refused.json["error"]["code"]) == (2, "unmarked-layout")
     found = run("inspect", file, "--json").json["findings"]
     assert {"unmarked", "scale-layout"} <= {one["code"] for one in found}
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
+def test_fp8_without_scales_is_values_for_every_command(dtype: str, tmp_path: Path) -> None:
+    """A file that was cast; dequantize takes it, as inspect's words say."""
+    kind = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}[dtype]
+    values = np.random.default_rng(0).standard_normal((64, 64)).astype(kind)
+    name = "double_blocks.0.img_mlp.0.weight"
+    write_checkpoint(
+        tmp_path / "m", {"cast.safetensors": {name: (dtype, (64, 64), values.tobytes())}}
+    )
+    (tmp_path / "m" / "config.json").unlink(missing_ok=True)
+    source = tmp_path / "m" / "cast.safetensors"
+    error = run("inspect", source, "--json").json["error"]
+    assert (error["code"], dtype in error["message"]) == ("not-an-artifact", True)
+    done("dequantize", source, "-o", tmp_path / "d", "--dtype", "fp32")
+    _, _, data = read_folder(tmp_path / "d")[name]
+    assert np.array_equal(np.frombuffer(data, "<f4").reshape(64, 64), values.astype(np.float32))
+    options = ("--format", "nvfp4", "--dialect", "comfy", "-o", tmp_path / "q")
+    done("quantize", source, *options)
+    done("verify", tmp_path / "q", "--source", source)

@@ -226,6 +226,10 @@ def test_the_next_step_names_the_base_model_or_the_record(tmp_path):
         "already-quantized",
         f"{ORIGINAL} {remedy}",
     )
+    config = {"text_config": config}
+    with pytest.raises(InputError, match="by 'awq'") as caught:
+        linears_in(write_single(tmp_path / "nested", tensors, config))
+    assert "quantization_config from text_config of config.json" in caught.value.next_step
 
 
 def test_a_four_bit_artifact_that_is_not_sound_is_no_source(tmp_path):

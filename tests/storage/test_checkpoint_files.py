@@ -113,6 +113,19 @@ def test_a_shard_that_the_index_names_and_nobody_has(two):
     assert SECOND in error.message
 
 
+def test_a_stale_index_beside_the_model_may_go(two):
+    """Its shards are gone, and others lie there; the step works."""
+    first, second = (two / f"other-0000{number}-of-00002.safetensors" for number in (1, 2))
+    (two / FIRST).rename(first)
+    (two / SECOND).rename(second)
+    error = contradiction(two)
+    assert (error.code, first.name in error.message) == ("missing-shard", True)
+    assert f"remove {INDEX}, if the others are the model" in error.next_step
+    (two / INDEX).unlink()
+    shards = open_source(str(two)).checkpoint.shards
+    assert [shard.file for shard in shards] == [first.name, second.name]
+
+
 def test_a_name_in_two_shards(tmp_path):
     shards = {"a.safetensors": {"w": weight()}, "b.safetensors": {"w": weight(1)}}
     folder = write_checkpoint(tmp_path / "m", shards)

@@ -5,7 +5,7 @@ Every module that registry.py names is a Dialect; only dialects know the endings
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from operator import itemgetter
@@ -62,6 +62,11 @@ class Clues(NamedTuple):
     def is_recorded(self) -> bool:
         """Return whether an engine's record declares quantization."""
         return bool(self.record or self.hf_quant_config)
+
+    def without(self, names: Collection[str]) -> Clues:
+        """Leave tensors out."""
+        left = {name: ref for name, ref in self.tensors.items() if name not in names}
+        return self._replace(tensors=left) if names else self
 
 
 class Packed(NamedTuple):

@@ -10,6 +10,8 @@
   M.weight_scale      U8, E8M0 [rows, columns / 32]: MXFP8
   M.scale_weight      F32 [] of the whole: files for ComfyUI
   M.qscale_weight     float [] of the whole: Mistral's own files, whose record is in params.json
+  T.weight_scale      F32 [] of a table of n-grams, whose rows are in T.shard_N.weight: Qwen4-Exp;
+                      it stays, and ple_embedding_dtype in config.json tells engines (vLLM 0.33)
 
 The record has the size of a block: weight_block_size, or block_structure or group_size of a group
 of compressed-tensors. Where ranks of tensor parallelism made a fused matrix, each has blocks of its
@@ -40,6 +42,7 @@ from fp4convert.checkpoint.encodings.base import (
     scales_missing,
     stored_beside,
 )
+from fp4convert.checkpoint.record import TABLE
 from fp4convert.checkpoint.unread import UNSAID_ENDINGS, find_beside
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu, native_grid
@@ -83,6 +86,7 @@ class Fp8(CodingDefaults):
     layout    of the scales
     artifact  whose records describe it; None: the names of tensors do
     ranks     equal parts of the rows, with blocks of their own
+    is_at_home  engines read it in any dialect: a table of n-grams
     """
 
     word: str
@@ -91,6 +95,7 @@ class Fp8(CodingDefaults):
     format: Format = FP8
     artifact: Artifact | None = field(default=None, compare=False, repr=False)
     ranks: int = 1
+    is_at_home: bool = False
     is_packed = True
 
     def weights(self, linear: Linear, source: Source) -> Weights:
@@ -294,6 +299,8 @@ def _refuse_unread(ref: TensorRef, module: str, beside: TensorRef) -> None:
 def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]) -> Linear:
     rows, columns = ref.shape
     scales, idle = (stored_beside(clues.tensors, module, endings) for endings in (SCALES, IDLE))
+    if table := TABLE.fullmatch(module):
+        scales = scales or stored_beside(clues.tensors, table[1], SCALES)
     if not scales and clues.is_recorded:
         detail = (
             f"{ref.file}: {ref.name} is FP8, and has no scales; expected {module}{SCALES[0]} or"
@@ -320,7 +327,8 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
         )
         raise InputError("scales-shape", detail, tensor=scales[0].name)
     kind = {(rows, columns): "", (1, columns): " rows"}.get(block, f" {block[0]}x{block[1]}")
-    coding = Fp8(f"fp8{kind}", block, ranks=ranks)
+    is_whole = block == (rows, columns)
+    coding = Fp8(f"fp8{kind}", block, ranks=ranks, is_at_home=bool(table) and is_whole)
     if scales[0].dtype in E8M0_DTYPES and block == (1, MXFP8.block_size):
         coding = Fp8(MXFP8.name, block, format=MXFP8)
     return Linear(module, (rows, columns), coding, (ref, scales[0]), idle)

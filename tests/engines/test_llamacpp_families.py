@@ -1,0 +1,37 @@
+"""llama.cpp runs every mixture and state-space family with each value of --keep-dtype."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import llamacpp_families
+import pytest
+from checkpoints import done
+from llamacpp_models import read_gguf, runs_llamacpp
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+# No file that runs was made: embeddings, diffusion models, and a graph that ends without a word.
+UNBUILT = {"nomic-bert-moe", "llada-moe", "rnd1", "glm-dsa"}
+# All that a recipe keeps, of families of which it keeps everything in so small a file.
+INCLUDED = {"mamba": "*ssm_out", "mamba2": "*ssm_out", "step35": "*attn_output"}
+FAMILIES = sorted({*llamacpp_families.families()} - UNBUILT)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_runs_a_family_whose_matrices_are_narrowed(family: str, tmp_path: Path) -> None:
+    """From float32 everywhere, so that nothing but its name keeps a tensor from another type."""
+    source = tmp_path / f"{family}.gguf"
+    script = Path(llamacpp_families.__file__)
+    subprocess.run([sys.executable, script, family, source], check=True, timeout=300)
+    assert runs_llamacpp(source)
+    options = ["--format", "mxfp4", "--dialect", "gguf", "-q"]
+    options += ["--include", INCLUDED[family]] if family in INCLUDED else []
+    for word in ("bf16", "fp16", "q8_0"):
+        out = tmp_path / word
+        done("quantize", source, *options, "--keep-dtype", word, "-o", out)
+        made = out / source.name
+        kinds = {tensor.tensor_type.name for tensor in read_gguf(made).values()}
+        assert {"F32", {"fp16": "F16"}.get(word, word.upper())} <= kinds
+        assert runs_llamacpp(made), word
