@@ -21,12 +21,13 @@ from fp4convert.numerics.codec import (
     FLOAT_DTYPES,
     Bytes,
     Float32s,
+    as_matrix,
     check_finite,
     check_importance,
     global_scale_of,
     weigh,
 )
-from fp4convert.numerics.formats import CODES, ROW_SUMS, Format
+from fp4convert.numerics.formats import CODES, ROW_SUMS, Format, check_rule
 from fp4convert.numerics.fp8_int import Grid, amax_fp8, decode_fp8, grid_shape
 from fp4convert.numerics.matrices import (
     PANEL_ELEMENTS,
@@ -174,6 +175,26 @@ class Cpu:
     def values(self, q: Quantized) -> Float32s:
         """Return (rows, columns) float32 values; equals codec.dequantize."""
         return np.frombuffer(self.dequantize(q, "F32"), np.float32).reshape(q.shape)
+
+    def study(
+        self,
+        x: Float32s,
+        fmt: Format,
+        rule: str,
+        group_amax: float,
+        importance: Float32s | None = None,
+    ) -> Float32s:
+        """Round to blocks that no engine reads, NVFP4 of 32 or 64, MXFP4 of 16 or 64.
+
+        Returns the values: equals codec.dequantize of codec.quantize
+        """
+        check_importance(rule, importance)
+        values, amax = _values(as_matrix(x)), np.array([group_amax], np.float32)
+        weights = 0 if importance is None else weigh(importance, x.shape[1], fmt)
+        sizes = values.n, fmt.block_size, fmt.scale_rules.index(check_rule(fmt, rule))
+        y = np.empty(x.shape, np.float32)
+        self._call(f"study_{fmt.name}", values.address, *sizes, amax, weights, x.shape[1], y)
+        return y
 
     def compare(self, x: Matrix, q: Quantized) -> Compared:
         """Measure what rows lost by their codes; equals error_sums.compare."""
