@@ -31,6 +31,12 @@
                       uint8_t *fp, uint8_t *fs, uint8_t *room), (x, h, z, g, p, s, fp, fs, room))                       \
     E(descend_mxfp4, (const float *x, const float *h, const int64_t *z, const uint8_t *p, const uint8_t *s, uint8_t *fp,     \
                       uint8_t *fs, uint8_t *room), (x, h, z, p, s, fp, fs, room))
+#define COMPENSATION(E)                                                                                                 \
+    E(compensate, (float *w, const int64_t *z, const float *u, const float *s, const int64_t *b, float *e, uint8_t *c), \
+      (w, z, u, s, b, e, c))
+#define STUDIES(E, format)                                                                                              \
+    E(study_##format, (const float *x, int64_t n, int64_t width, int64_t rule, const float *amax, const float *w, int64_t c, \
+                       float *y), (x, n, width, rule, amax, w, c, y))
 /* From here on, entry points that CUDA has no kernels for, but for decode_fp8, decode_int4, decode_int8, transpose_2, transpose_4,
  * grid_amax, quantize_fp8 and compare_values; fp8_costs are two kernels there. */
 #define TO_FP8(E, d, t)                                                                                                 \
@@ -61,7 +67,7 @@
     TO_FP8(E, bf16, uint16_t) TO_FP8(E, fp16, uint16_t) TO_FP8(E, fp32, float)                                          \
     FOR_NBYTES(E, 1, uint8_t) FOR_NBYTES(E, 2, uint16_t) FOR_NBYTES(E, 4, uint32_t) FOR_GRID(E) FOR_CELLS(E)            \
     FOR_LOW_RANK(E)                                                                                                     \
-    COUNT_CODES(E) DESCENTS(E)
+    COUNT_CODES(E) DESCENTS(E) COMPENSATION(E) STUDIES(E, nvfp4) STUDIES(E, mxfp4)
 
 #ifdef __x86_64__
 static int level;

@@ -12,7 +12,7 @@
 /* Two-byte values of the non-negative codes, their low bytes and their high bytes apart; entries 8-15 are their negatives. */
 typedef struct { u8x16 low, high; } table16;
 
-static const float e2m1_values[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+static const float magnitudes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
 static const u8x16 negative = {0, 0, 0, 0, 0, 0, 0, 0, 128, 128, 128, 128, 128, 128, 128, 128};
 
 /* Lanes rounded like fp4_to_bf16, in bytes 2 and 3: a NaN step is quiet with its low half clear, so the carry leaves it alone. */
@@ -42,7 +42,7 @@ INLINE u8v lanes_fp16(f32v value) {
     INLINE table16 table_##dtype(float step) {                                                                            \
         u8v rounded[32 / WIDTH];                                                                                          \
         for (int i = 0; i < 32 / WIDTH; i++)                                                                              \
-            rounded[i] = lanes_##dtype(LOAD(f32v, e2m1_values + i * (WIDTH / 4)) * step);                                 \
+            rounded[i] = lanes_##dtype(LOAD(f32v, magnitudes + i * (WIDTH / 4)) * step);                                 \
         return table_of(rounded);                                                                                         \
     }
 INLINE table16 table_of(const u8v *restrict rounded) {
@@ -63,7 +63,7 @@ INLINE table16 table_of(const u8v *restrict rounded) {
 DEFINE_TABLE(bf16)
 #ifdef __F16C__
 INLINE table16 table_fp16(float step) {
-    u8x16 words = (u8x16)_mm256_cvtps_ph((__m256)(LOAD(f32v, e2m1_values) * step), _MM_FROUND_TO_NEAREST_INT);
+    u8x16 words = (u8x16)_mm256_cvtps_ph((__m256)(LOAD(f32v, magnitudes) * step), _MM_FROUND_TO_NEAREST_INT);
     return (table16){SHUFFLE(words, words, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14),
                      SHUFFLE(words, words, 1, 3, 5, 7, 9, 11, 13, 15, 1, 3, 5, 7, 9, 11, 13, 15) ^ negative};
 }

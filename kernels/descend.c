@@ -41,18 +41,6 @@ typedef struct {
     uint8_t *codes, *scales;
 } panel;
 
-INLINE i32s e2m1_codes(f32s q) {
-    f32s v = (f32s)((i32s)q & 0x7FFFFFFF), fine = v * 2.0f + E2M1_INTEGERS, coarse = v * 0.5f + (E2M1_INTEGERS + 4.0f);
-    i32s rounded = lesser(lesser((i32s)fine, (i32s)(v + (E2M1_INTEGERS + 2.0f))), (i32s)coarse);
-    return (lesser(rounded, (i32s)all(E2M1_INTEGERS + 7.0f)) & 7) | ((q < 0.0f) & 8);
-}
-
-INLINE f32s e2m1_values(i32s codes) {
-    i32s magnitude = codes & 7;
-    f32s normal = (f32s)((magnitude << 22) + (126 << 23)), subnormal = __builtin_convertvector(magnitude, f32s) * 0.5f;
-    return (f32s)((i32s)either(magnitude < 2, subnormal, normal) | (codes & 8) << 28);
-}
-
 /* SIDE codes of a row, from an even one on. */
 INLINE i32s codes_at(const uint8_t *packed) {
     i32s codes;

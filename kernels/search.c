@@ -15,6 +15,8 @@
  */
 #include "search.h"
 
+enum { WIDEST = 64 }; /* elements of a block */
+
 /* below: the lesser of unsigned words.  fused: a * b + c, rounded once where the processor can.
  * Written out for AVX-512, of whose sixteen lanes gcc makes sixteen scalars. */
 #ifdef __AVX512BW__
@@ -82,8 +84,13 @@ INLINE f32s sum_by_halves(const f32s *v, const f32s *w, int width, f32s step, in
     return sum;
 }
 
-INLINE f32s exact_cost(const f32s *v, const f32s *w, f32s step, f32s factor) {
-    return sum_by_halves(v, w, 16, step, 0) * factor;
+/* The same for any power of two up to WIDEST: small, and slower. */
+INLINE f32s sum_of_terms(const f32s *v, const f32s *w, int width, f32s step, int is_inverse) {
+    f32s terms[WIDEST];
+    for (int j = 0; j < width; j++) terms[j] = weighted_square(is_inverse ? v[j] * step : v[j] / step, w ? w + j : NULL);
+    for (int half = width / 2; half; half /= 2)
+        for (int j = 0; j < half; j++) terms[j] += terms[j + half];
+    return terms[0];
 }
 
 INLINE f32s rough_cost(const f32s *v, const f32s *w, f32s inverse, f32s factor, int is_clipped) {
@@ -98,9 +105,9 @@ INLINE f32s rough_cost(const f32s *v, const f32s *w, f32s inverse, f32s factor, 
 
 /* ------------------------------------------------------------------------------------------------------------- NVFP4 */
 
-/* SIDE blocks. first: the codes that rule amax stores; last: the highest to try, 0 where there is nothing to choose. */
+/* SIDE blocks of `width`. first: the codes that rule amax stores; last: the highest to try, 0 where there is nothing to choose. */
 typedef struct {
-    f32s v[16], w[16];
+    f32s v[WIDEST], w[WIDEST];
     f32s r; /* the largest over 6 global scales: what rule amax rounds */
     f32s heaviest, its_weight; /* the element whose clipping bounds the cost from below */
     i32s first, last, is_sound;
@@ -156,9 +163,10 @@ INLINE Trial trial_of(const Side *side, i32s code) {
     return (Trial){1.0f / (value * side->global_scale), value * value};
 }
 
-INLINE f32s exact_cost_of(const Side *side, const f32s *w, i32s code) {
+INLINE f32s exact_cost_of(const Side *side, const f32s *w, int width, i32s code) {
     f32s value = e4m3_values(code);
-    return exact_cost(side->v, w, value * side->global_scale, value * value);
+    f32s step = value * side->global_scale;
+    return (width == 16 ? sum_by_halves(side->v, w, 16, step, 0) : sum_of_terms(side->v, w, width, step, 0)) * (value * value);
 }
 
 /* What follows takes both, so compilers begin `sooner` before it; clang would put off that division until its result is used. */
@@ -193,23 +201,23 @@ INLINE i32s search_roughly(const Side *side, const f32s *w, i32s *is_certain) {
     return found.best;
 }
 
-INLINE i32s search_exactly(const Side *side, const f32s *w) {
+INLINE i32s search_exactly(const Side *side, const f32s *w, int width) {
     Found found = {side->first, all(__builtin_inff()), {0}};
     for (i32s code = side->last;; code -= 1) {
         f32s value = e4m3_values(code), quotient = side->heaviest / (value * side->global_scale);
         if (!any(is_open(side, code, quotient, value * value, w != NULL, found.least * MARGIN))) break;
-        f32s cost = either(code > 0, exact_cost_of(side, w, code), all(__builtin_nanf("")));
+        f32s cost = either(code > 0, exact_cost_of(side, w, width, code), all(__builtin_nanf("")));
         consider_exactly(&found, cost, code, side->first);
     }
     return found.best;
 }
 
-INLINE void open_side(const float *const *rows, const float *const *weights, float global_scale, Side *side) {
-    load_magnitudes(rows, 16, side->v);
-    if (weights) load_magnitudes(weights, 16, side->w);
+INLINE void open_side(const float *const *rows, const float *const *weights, int width, float global_scale, Side *side) {
+    load_magnitudes(rows, width, side->v);
+    if (weights) load_magnitudes(weights, width, side->w);
     f32s largest = side->v[0], heaviest = largest, its_weight = weights ? side->w[0] : largest;
     u32s smallest = (u32s){0} - 1; /* but zeros, which wrap */
-    for (int j = 0; j < 16; j++) {
+    for (int j = 0; j < width; j++) {
         largest = (f32s)greater((i32s)largest, (i32s)side->v[j]);
         smallest = below(smallest, (u32s)side->v[j] - 1);
         if (!weights) continue;
@@ -235,7 +243,7 @@ INLINE void open_side(const float *const *rows, const float *const *weights, flo
 
 INLINE i32s best_codes(const Side *side, const f32s *w) {
     i32s is_certain, is_settled = side->last == 0, best = search_roughly(side, w, &is_certain);
-    if (any(~(is_certain | is_settled))) best = search_exactly(side, w);
+    if (any(~(is_certain | is_settled))) best = search_exactly(side, w, 16);
     return (best & ~is_settled) | (side->first & is_settled);
 }
 
@@ -243,9 +251,9 @@ INLINE i32s best_codes(const Side *side, const f32s *w) {
 static __attribute__((noinline)) i32s best_plain(const Side *side) { return best_codes(side, NULL); }
 static __attribute__((noinline)) i32s best_weighted(const Side *side) { return best_codes(side, side->w); }
 
-INLINE i32s four_over_six(const Side *side) {
+INLINE i32s four_over_six(const Side *side, int width) {
     i32s four = e4m3_codes(1.5f * side->r);
-    i32s is_less = exact_cost_of(side, NULL, four) < exact_cost_of(side, NULL, side->first);
+    i32s is_less = exact_cost_of(side, NULL, width, four) < exact_cost_of(side, NULL, width, side->first);
     return (four & is_less) | (side->first & ~is_less);
 }
 
@@ -253,9 +261,9 @@ INLINE i32s four_over_six(const Side *side) {
  *
  * Products with the inverse of a power of two are the quotients, so that three exponents are tried exactly at once. */
 
-INLINE i32s search_mxfp4_side(const f32s *v, const f32s *w) {
+INLINE i32s search_mxfp4_side(const f32s *v, const f32s *w, int width) {
     f32s largest = v[0], heaviest = v[0], its_weight = w ? w[0] : v[0];
-    for (int j = 0; j < 32; j++) {
+    for (int j = 0; j < width; j++) {
         largest = (f32s)greater((i32s)largest, (i32s)v[j]);
         if (!w) continue;
         i32s is_heavier = w[j] * v[j] * v[j] > its_weight * heaviest * heaviest;
@@ -271,7 +279,7 @@ INLINE i32s search_mxfp4_side(const f32s *v, const f32s *w) {
             f32s clipped = heaviest * inverse - 6.0f, bound = its_weight * (clipped * clipped) * factor;
             if (!any(is_valid & ~((clipped > 0.0f) & (bound > found.least * MARGIN)))) break;
         }
-        f32s cost = sum_by_halves(v, w, 32, inverse, 1) * factor;
+        f32s cost = (width == 32 ? sum_by_halves(v, w, 32, inverse, 1) : sum_of_terms(v, w, width, inverse, 1)) * factor;
         consider_exactly(&found, either(is_valid, cost, all(__builtin_nanf(""))), code, first);
     }
     return found.best;
@@ -296,11 +304,11 @@ void NAME(choose_nvfp4)(const float *restrict x, int64_t first, int blocks, cons
         Side side;
         i32s best;
         if (choice->weights) {
-            open_side(rows, weights, choice->global_scale, &side);
+            open_side(rows, weights, 16, choice->global_scale, &side);
             best = best_weighted(&side);
         } else {
-            open_side(rows, NULL, choice->global_scale, &side);
-            best = choice->rule == NVFP4_MSE ? best_plain(&side) : four_over_six(&side);
+            open_side(rows, NULL, 16, choice->global_scale, &side);
+            best = choice->rule == NVFP4_MSE ? best_plain(&side) : four_over_six(&side, 16);
         }
         for (int l = 0; l < SIDE && b + l < blocks; l++) block_scales[b + l] = (uint8_t)best[l];
     }
@@ -313,7 +321,58 @@ void NAME(choose_mxfp4)(const float *restrict x, int64_t first, int blocks, cons
         find_rows(x, first, b, blocks, 32, choice, rows, weights);
         load_magnitudes(rows, 32, v);
         if (choice->weights) load_magnitudes(weights, 32, w);
-        i32s best = choice->weights ? search_mxfp4_side(v, w) : search_mxfp4_side(v, NULL);
+        i32s best = choice->weights ? search_mxfp4_side(v, w, 32) : search_mxfp4_side(v, NULL, 32);
         for (int l = 0; l < SIDE && b + l < blocks; l++) block_scales[b + l] = (uint8_t)best[l];
     }
 }
+
+/* ----------------------------------------------------------------------------------- blocks that no engine reads */
+
+/* x: float32; NVFP4 in blocks of 32 or 64, MXFP4 of 16 or 64; y: what they become, codec.dequantize of codec.quantize.
+ * weights: NULL but for rule importance; amax: of NVFP4. */
+
+/* The values of one block under its step. */
+INLINE void round_block(const float *restrict x, int width, float step, float *restrict y) {
+    for (int j = 0; j < width; j++) y[j] = e2m1_decode(e2m1_encode(x[j] / step)) * step;
+}
+
+INLINE f32s steps_of_nvfp4(const float *const *rows, const float *const *weights, int width, const Choice *choice) {
+    Side side;
+    open_side(rows, weights, width, choice->global_scale, &side);
+    i32s best = side.first;
+    if (weights || choice->rule == NVFP4_MSE) best = search_exactly(&side, weights ? side.w : NULL, width);
+    else if (choice->rule == NVFP4_FOUR_OVER_SIX) best = four_over_six(&side, width);
+    i32s is_settled = side.last == 0;
+    return e4m3_values((best & ~is_settled) | (side.first & is_settled)) * choice->global_scale;
+}
+
+INLINE f32s steps_of_mxfp4(const float *const *rows, const float *const *weights, int width, const Choice *choice) {
+    f32s v[WIDEST], w[WIDEST], steps;
+    load_magnitudes(rows, width, v);
+    if (weights) load_magnitudes(weights, width, w);
+    i32s largest = (i32s)v[0], best = {0};
+    for (int j = 1; j < width; j++) largest = greater(largest, (i32s)v[j]);
+    if (weights || choice->rule == MXFP4_MSE) best = search_mxfp4_side(v, weights ? w : NULL, width);
+    else for (int l = 0; l < SIDE; l++) best[l] = (int32_t)e8m0_encode((unsigned)largest[l], choice->rule);
+    for (int l = 0; l < SIDE; l++) steps[l] = e8m0_decode((unsigned)best[l]);
+    return steps;
+}
+
+#define DEFINE_STUDY(format, other)                                                                                         \
+    INLINE void study_##format(const float *restrict x, int64_t blocks, int width, const Choice *choice, float *restrict y) { \
+        for (int64_t b = 0; b < blocks; b += SIDE) {                                                                        \
+            const float *rows[SIDE], *weights[SIDE];                                                                        \
+            int here = (int)(blocks - b < SIDE ? blocks - b : SIDE);                                                        \
+            find_rows(x + b * width, b, 0, here, width, choice, rows, weights);                                             \
+            f32s steps = steps_of_##format(rows, choice->weights ? weights : NULL, width, choice);                          \
+            for (int l = 0; l < here; l++) round_block(rows[l], width, steps[l], y + (b + l) * width);                      \
+        }                                                                                                                   \
+    }                                                                                                                       \
+    void NAME(study_##format)(const float *restrict x, int64_t n, int64_t width, int64_t rule, const float *amax,           \
+                              const float *weights, int64_t columns, float *restrict y) {                                   \
+        Choice choice = {rule, nvfp4_global_scale(*amax, rule), weights, columns};                                          \
+        if (width == 64) study_##format(x, n / 64, 64, &choice, y);                                                         \
+        else study_##format(x, n / other, other, &choice, y);                                                               \
+    }
+DEFINE_STUDY(nvfp4, 32)
+DEFINE_STUDY(mxfp4, 16)

@@ -109,6 +109,18 @@ INLINE u16x8 words_of8(const uint8_t *restrict x) { return __builtin_convertvect
 INLINE f32s all(float value) { return value - (f32s){0}; }
 INLINE f32s either(i32s mask, f32s a, f32s b) { return (f32s)((mask & (i32s)a) | (~mask & (i32s)b)); }
 
+/* As e2m1_encode and e2m1_decode. */
+INLINE i32s e2m1_codes(f32s q) {
+    f32s v = (f32s)((i32s)q & 0x7FFFFFFF), fine = v * 2.0f + E2M1_INTEGERS, coarse = v * 0.5f + (E2M1_INTEGERS + 4.0f);
+    i32s rounded = lesser(lesser((i32s)fine, (i32s)(v + (E2M1_INTEGERS + 2.0f))), (i32s)coarse);
+    return (lesser(rounded, (i32s)all(E2M1_INTEGERS + 7.0f)) & 7) | ((q < 0.0f) & 8);
+}
+
+INLINE f32s e2m1_values(i32s codes) {
+    i32s magnitude = codes & 7;
+    f32s normal = (f32s)((magnitude << 22) + (126 << 23)), subnormal = __builtin_convertvector(magnitude, f32s) * 0.5f;
+    return (f32s)((i32s)either(magnitude < 2, subnormal, normal) | (codes & 8) << 28);
+}
 
 /* Whether a lane is not zero. */
 #if SIDE == 16

@@ -36,6 +36,11 @@ class Inputs(NamedTuple):
         """
         return cls(calibration.moments(module), calibration.gram(module)) if calibration else cls()
 
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether they are Gaussians of unit variance."""
+        return self.moments is None and self.gram is None
+
     def power(self, matrix: FloatArray) -> float:
         """Return the mean of |matrix x|^2 over the inputs x, in float64.
 

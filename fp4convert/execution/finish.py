@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from fp4convert.checkpoint.error_report import merge_accounts, report_text
 from fp4convert.errors import InputError, OutputError, shell_line
@@ -34,12 +34,13 @@ from fp4convert.storage.checkpoint_files import CARD, HUB_FILE, PLAN_FILE, REPOR
 from fp4convert.storage.disk import (
     SHA256_DIGITS,
     Mark,
-    hash_file,
     is_sealed,
     nbytes_there,
+    open_regular,
     write_errors_at,
 )
 from fp4convert.storage.json_text import as_text
+from fp4convert.storage.sha256 import hash_each
 
 ENDING = "end"  # the lease of the process that ends the conversion
 WHY_ENDING = "checks what is written, and ends the work"
@@ -87,28 +88,34 @@ def find_harmed(
                     folder.hashes[file] = sha256
     if gone and folder.elsewhere:
         folder.hashes |= dict.fromkeys(folder.elsewhere.find_lost(gone), "")
-    unread = [file for file in sizes if file not in folder.hashes]
+    unread = sorted(sizes.keys() - folder.hashes.keys(), key=lambda file: (-sizes[file], file))
     is_over = threading.Event()
 
-    def read(file: str) -> str:
-        def each(nbytes: int) -> None:
-            phases.report(file, nbytes)
-            if is_over.is_set():
-                raise OSError("nobody waits for it")
+    def report(file: str, nbytes: int) -> None:
+        phases.report(file, nbytes)
+        if is_over.is_set():
+            raise OSError("nobody waits for it")
 
-        try:
-            return hash_file(folder.root / file, each)
-        except OSError:
-            return ""  # gone, or the disk cannot read it: it is written again
+    def open_shard(file: str) -> BinaryIO:
+        return open_regular(folder.root / file)
+
+    waiting, threads = iter(unread), processors()
+    lanes = 2 if len(unread) > threads else 1
+
+    def read_some(thread: int) -> dict[str, str]:
+        """Hash files until none waits; "" for one that is gone or unreadable."""
+        read = hash_each(waiting, open_shard, OSError, report, lanes)
+        return {file: found if isinstance(found, str) else "" for file, found in read}
 
     if unread:
         phases.begin("check", sum(sizes[file] for file in unread))
-        with ThreadPoolExecutor(processors()) as pool:
+        with ThreadPoolExecutor(threads) as pool:
             try:
-                folder.hashes |= zip(unread, pool.map(read, unread), strict=True)
+                for found in pool.map(read_some, range(threads)):
+                    folder.hashes |= found
             except BaseException:
+                list(waiting)  # no thread begins another one
                 is_over.set()
-                pool.shutdown(cancel_futures=True)
                 raise
 
     def is_sound(file: str, sha256: str) -> bool:

@@ -14,7 +14,8 @@ from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.floats import advise_on_types
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError, NumericError
-from fp4convert.numerics.codec import as_floats
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import as_floats, check_finite
 from fp4convert.numerics.error_sums import decibels
 from fp4convert.numerics.formats import FP4_FORMATS, FP8, NVFP4
 from fp4convert.planning.decisions import NAME_SOME, decide
@@ -30,6 +31,7 @@ from fp4convert.quality.losses import (
     Weighed,
     draw_sample,
     kinds_of,
+    plain_losses,
     short_names,
     through_form,
     ways,
@@ -177,15 +179,19 @@ def _measure(
     def measure(place: tuple[str, RowSample]) -> list[Loss]:
         kind, sample = place
         linear = sample.linear
-        x = as_floats(sample.read(source))
+        rows = sample.read(source)
         try:
-            weighed = Weighed.of(x, Inputs.of(calibration, linear.module))
+            amax = check_finite(Cpu().amax(rows))
         except NumericError as error:
             detail = f"{linear.name}: {error.message}"
             next_step = f"Leave it out: {exclude_option(linear.module)}"
             raise NumericError(error.code, detail, next_step, linear.name) from None
-        moments = weighed.inputs.moments
-        losses = [weighed.loss(through_form(x, way, moments)) for way in wanted[kind]]
+        if calibration:
+            weighed = Weighed.of(as_floats(rows), Inputs.of(calibration, linear.module))
+            x, moments = weighed.x, weighed.inputs.moments
+            losses = [weighed.loss(through_form(x, way, amax, moments)) for way in wanted[kind]]
+        else:
+            losses = plain_losses(rows, wanted[kind], amax)
         report(linear.name, sample.nbytes)
         return losses
 

@@ -25,14 +25,15 @@ from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import (
     FLOAT_DTYPES,
     Float32s,
+    as_floats,
     as_matrix,
-    dequantize,
     not_finite,
-    quantize,
 )
+from fp4convert.numerics.error_sums import Sums
 from fp4convert.numerics.formats import FP4_FORMATS, FP8, IMPORTANCE, Format
+from fp4convert.numerics.fp8_int import fp8_scales_of
 from fp4convert.numerics.fp8_rounding import find_scales, round_to_fp8
-from fp4convert.numerics.matrices import InMemory, Matrix, Weights
+from fp4convert.numerics.matrices import InMemory, Matrix, Weights, row_panels
 from fp4convert.storage.source import Source
 
 STUDIED_BLOCKS = (16, 32, 64)
@@ -41,6 +42,7 @@ BF16 = "bf16"
 SCALE_NBITS = 8  # of a block
 WORD_NBITS = 32  # of a global scale, and of one of FP8
 
+MEASURED_ELEMENTS = 1 << 17  # at once: what a core's own cache holds
 USUAL_NBYTES = 20 * 10**6
 MOST_MATRICES = 128  # of a kind: more of them say the same, and each is some requests to a Hub
 MOST_STRIPS = 8  # of a matrix
@@ -130,6 +132,22 @@ class Weighed(NamedTuple):
         )
 
 
+def plain_losses(rows: Matrix, ways: Sequence[Way], amax: float) -> list[Loss]:
+    """Return the losses of forms, with inputs of unit variance.
+
+    As Weighed.loss has them, off by less than 1e-6 of itself: squares are added in float32.
+    amax  of the matrix; finite
+    """
+    held, sums = InMemory(rows), dict.fromkeys(ways, Sums())
+    for panel in row_panels(rows.shape, MEASURED_ELEMENTS):
+        part = held.rows(*panel)
+        x = as_floats(part)
+        for way in ways:
+            compared = Cpu().compare_values(part, through_form(x, way, amax))
+            sums[way] = sums[way].plus(compared, x.size)
+    return [Loss(*[found.nmse or 0.0] * 2) for found in sums.values()]
+
+
 def _power_of(matrix: Float32s, inputs: Inputs) -> Loss:
     """Return the power of a matrix, and of its outputs."""
     columns, is_full = column_power(matrix), inputs.gram is not None
@@ -137,22 +155,25 @@ def _power_of(matrix: Float32s, inputs: Inputs) -> Loss:
     return Loss(weighted(columns, None), outputs)
 
 
-def through_form(x: Float32s, way: Way, importance: Float32s | None = None) -> Float32s:
-    """Round a matrix to a form, and return its values.
+def through_form(
+    x: Float32s, way: Way, amax: float, importance: Float32s | None = None
+) -> Float32s:
+    """Round rows of a matrix to a form, and return their values.
 
-    x           its amax sets the global scale
+    amax        of the matrix, sets a scale of all of it
     importance  of the columns, for the rule of that name
     """
+    rows = as_matrix(x)
     if isinstance(way.block, int):
-        fmt, amax = FP4_FORMATS[way.format], float(np.abs(x).max(initial=0))
-        given = importance if way.rule == IMPORTANCE else None
+        fmt, given = FP4_FORMATS[way.format], importance if way.rule == IMPORTANCE else None
         if way.is_for_study:
-            fmt = replace(fmt, block_size=way.block)
-            return dequantize(quantize(x, fmt, str(way.rule), amax, given))
-        return Cpu().values(Cpu().quantize(as_matrix(x), fmt, str(way.rule), amax, given))
+            return Cpu().study(x, replace(fmt, block_size=way.block), str(way.rule), amax, given)
+        return Cpu().values(Cpu().quantize(rows, fmt, str(way.rule), amax, given))
     if way.format == BF16:
         return x.astype(FLOAT_DTYPES["BF16"]).astype(np.float32)
-    return through_fp8(InMemory(as_matrix(x)), FP8, str(way.rule), way.block == TENSOR)
+    if way.block == TENSOR:
+        return round_to_fp8(InMemory(rows), fp8_scales_of(np.full((1, 1), amax, "f4")), x.shape)
+    return through_fp8(InMemory(rows), FP8, str(way.rule), is_whole=False)
 
 
 def through_fp8(weights: Weights, fmt: Format, rule: str, is_whole: bool) -> Float32s:

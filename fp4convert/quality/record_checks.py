@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from fp4convert.storage.checkpoint_files import (
     UNDIGESTED,
     recorded_hashes,
 )
-from fp4convert.storage.disk import hash_stream
+from fp4convert.storage.sha256 import hash_each
 from fp4convert.storage.source import Source, stopping
 
 AGREEMENT = 1e-6  # of an error; sums of float32 squares are off by less
@@ -50,16 +49,17 @@ def check_hashes(artifact: Artifact, hashes: dict[str, str], phases: Phases) -> 
         return
     source, checkpoint = artifact.source, artifact.source.checkpoint
     recorded = digested_hashes(artifact)
-    phases.begin("hash", sum(_nbytes_there(source, file) for file in recorded))
+    sizes = {file: _nbytes_there(source, file) for file in recorded}
+    phases.begin("hash", sum(sizes.values()))
+    by_size = sorted(recorded, key=lambda file: -sizes[file])
+    read = dict(hash_each(by_size, source.open_file, InputError, phases.report))
     for file, sha256 in recorded.items():
-        try:
-            with source.open_file(file) as stream:
-                hashes[file] = hash_stream(stream, partial(phases.report, file))
-        except InputError as error:
-            detail = f"{file} is recorded and cannot be read: {error.message}"
+        if isinstance(found := read[file], InputError):
+            detail = f"{file} is recorded and cannot be read: {found.message}"
             yield Finding("error", "file-missing", None, detail)
             continue
-        if hashes[file] != sha256:
+        hashes[file] = found
+        if found != sha256:
             detail = f"{file} is not the file that was written: its sha256 differs"
             yield Finding("error", "hash-mismatch", None, detail)
     for file in (*(shard.file for shard in checkpoint.shards), *checkpoint.left_out):

@@ -13,7 +13,6 @@ import binascii
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -21,8 +20,9 @@ from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.errors import Finding, InputError, describe_missing, shell_line
 from fp4convert.progress import Phases
 from fp4convert.storage.checkpoint_files import CONFIG, INDEXES, PLAN_FILE, SIGNATURE
-from fp4convert.storage.disk import hash_stream, temporary_folder
+from fp4convert.storage.disk import temporary_folder
 from fp4convert.storage.json_text import parse_json_object
+from fp4convert.storage.sha256 import hash_each
 from fp4convert.storage.source import Source, read_whole
 
 STATEMENT = "https://model_signing/signature/v1.0"
@@ -198,14 +198,11 @@ def _find_differing(
     if (statement.method, statement.algorithm) != ("files", "sha256"):
         return
     phases.begin("signature")
+    unread = statement.files.keys() - hashes.keys()
+    read = dict(hash_each(sorted(unread), source.open_file, InputError, phases.report))
     for file, digest in statement.files.items():
-        try:
-            found = hashes.get(file)
-            if found is None:
-                with source.open_file(file) as stream:
-                    found = hash_stream(stream, partial(phases.report, file))
-        except InputError as error:
-            detail = f"{file} is signed, and cannot be read: {error.message}"
+        if isinstance(found := read.get(file) or hashes[file], InputError):
+            detail = f"{file} is signed, and cannot be read: {found.message}"
             yield Finding("error", "signature-differs", None, detail)
             continue
         if found != digest:

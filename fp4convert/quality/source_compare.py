@@ -128,8 +128,11 @@ def measure(
     places = OddPlaces(weights.shape[1], width, is_placed)
     dtype = pair.theirs.refs[0].dtype
     stem = artifact.modules[module].stem if module in artifact.modules else module
-    if coded and blocks and not inputs and (whole := places.sum_by_rows(weights, coded)):
-        return Distance(whole, stem, dtype)
+    has_factors = bool(pair.theirs.coding.columns or pair.theirs.coding.rows)
+    is_plain = not inputs or (inputs.is_plain and not has_factors)
+    if coded and blocks and is_plain and (whole := places.sum_by_rows(weights, coded)):
+        answers = (whole.signal, whole.noise) if inputs else None
+        return Distance(whole, stem, dtype, answers=answers)
     answered = answered_wrongly = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for panel in row_panels(weights.shape, MEASURED_ELEMENTS):

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 from calibrations import statistics_of
+from cpu_levels import every_level
 from gptq_reference import E2M1, gptq_by_the_paper, nearest
 from made_up_inputs import correlated
 
@@ -229,6 +230,23 @@ def test_quotients_are_divided_as_ieee_does():
     assert not np.array_equal(nearest(x / steps), nearest(x * (1 / steps)))
     factor = gptq.factorize(np.eye(16, dtype=np.float32)[None], 16, "cpu")
     assert np.array_equal(gptq.round_columns(x, steps, factor), nearest(x / steps))
+
+
+@BOTH
+@pytest.mark.parametrize(("columns", "rows", "width"), [(320, 131, 320), (224, 67, 128)])
+def test_columns_in_c_are_torch_s_to_the_last_bit(fmt, columns, rows, width, monkeypatch, tmp_path):
+    """Tiles that rows do not fill, padded blocks, and what later columns make up for."""
+    w, x, steps = case_of(fmt, columns, rows)
+    factor = gptq.factorize(gram_of(x, width), columns, "cpu")
+    by_level = []
+    for cpu in every_level(tmp_path).values():
+        monkeypatch.setattr(gptq, "Cpu", lambda cpu=cpu: cpu)
+        by_level.append(gptq.round_columns(w, steps, factor))
+    monkeypatch.setattr(gptq, "_round_group", gptq._round_group_on_gpu)
+    expected = gptq.round_columns(w, steps, factor)
+    assert np.array_equal(by_level[-1], expected)
+    for codes in by_level:  # a processor without fused products adds otherwise
+        check_equal(codes, expected, steps, w, x.T @ x / len(x))
 
 
 def test_the_number_of_torch_threads_is_put_back():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ from adversarial import (
     matrix,
     rounded,
 )
-from cpu_levels import EVERY_DTYPE, EVERY_RULE
+from cpu_levels import EVERY_DTYPE, EVERY_RULE, Cpus, every_level
 from ptx import SOURCE_OR_PTX, every_backend
 from simt import SimtKernels
 
@@ -55,6 +56,11 @@ Backends = dict[str, Cpu | SimtKernels]
 @pytest.fixture(scope="module", params=SOURCE_OR_PTX)
 def backends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Backends:
     return every_backend(tmp_path_factory.mktemp("kernels"), request.param)
+
+
+@pytest.fixture(scope="module")
+def cpus(tmp_path_factory: pytest.TempPathFactory) -> Cpus:
+    return every_level(tmp_path_factory.mktemp("levels"))
 
 
 def check(
@@ -95,6 +101,21 @@ def test_quantize(backends: Backends, make, dtype: str, fmt: Format, rule: str) 
         (0.0, float(np.float32(min(amax * 7.3, LARGEST["F32"]))), *others) if fmt is NVFP4 else ()
     ):
         check(backends, values, dtype, fmt, rule, group_amax)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize(("fmt", "width"), [(NVFP4, 32), (NVFP4, 64), (MXFP4, 16), (MXFP4, 64)])
+@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
+def test_blocks_that_no_engine_reads(cpus: Cpus, make, fmt: Format, width: int) -> None:  # type: ignore[no-untyped-def]
+    """Of every rule, and under the amax of a larger matrix."""
+    values, studied = make("F32", 37, 448), replace(fmt, block_size=width)
+    amax = float(np.abs(values).max())
+    for rule, group_amax in product(fmt.scale_rules, (amax, min(amax * 7.3, LARGEST["F32"]))):
+        importance = importance_for(rule, 448)
+        q = codec.quantize(values, studied, rule, group_amax, importance)
+        for level, cpu in cpus.items():
+            found = cpu.study(values, studied, rule, group_amax, importance)
+            assert_same_values(found, codec.dequantize(q), f"level {level}, {rule}, {group_amax}")
 
 
 @EVERY_DTYPE

@@ -21,7 +21,9 @@ FLAGS = (
     "-fsanitize=address,undefined",
 )
 REPORT = "runtime error"  # of undefined behaviour, which ends nothing
+UNLEVELED = ("cpu.c", "bus_errors.c", "sha256.c")
 OF_THE_CPU = [
+    "storage/test_sha256.py",
     *(f"kernels/test_{name}.py" for name in ("descend", "fp8_int", "kernels", "scale_variance")),
     *(f"kernels/test_{name}.py" for name in ("search", "search_hostile", "nvfp4_encode")),
     *(f"numerics/test_{name}.py" for name in ("backend_cpu", "descent", "error_sums", "low_rank")),
@@ -34,7 +36,7 @@ def compile_kernels(kernels: Path, folder: Path, only: str = "") -> None:
     (names,) = re.findall(
         r"^set\(leveled (.*)\)$", (ROOT / "CMakeLists.txt").read_text(), re.MULTILINE
     )
-    jobs: dict[str, list[object]] = {name: [kernels / name] for name in ("cpu.c", "bus_errors.c")}
+    jobs: dict[str, list[object]] = {name: [kernels / name] for name in UNLEVELED}
     for level in (2, 3, 4) if NATIVE else (0,):
         march = [f"-march=x86-64-v{level}"] if level else []
         for name in names.split():

@@ -24,6 +24,8 @@ from checkpoints import (
 from made_up_inputs import calibrate, calibrate_white
 from restored_artifacts import restored
 
+from fp4convert.quality import source_compare
+
 DOWN = f"{LAYER}.mlp.down_proj"
 
 
@@ -253,6 +255,20 @@ def test_with_a_calibration_the_better_one_is_that_for_its_inputs(source, mxfp4,
     told = run("compare", plain, other, "--source", source, "--calibration", file).out
     assert told.startswith(words)
     assert "best" not in told
+
+
+def test_healthy_four_bits_are_measured_by_the_library_alone(
+    source, nvfp4, mxfp4, tmp_path, monkeypatch
+):
+    monkeypatch.delattr(source_compare, "as_doubles")
+    document = compare((nvfp4, mxfp4), source, "-q")
+    before = {name: values_of(tensor) for name, tensor in read_folder(source).items()}
+    for side, folder in (("a", nvfp4), ("b", mxfp4)):
+        values = restored(folder, tmp_path / side)
+        for row in document["tensors"]:
+            nmse = nmse_of(before[row["name"]], values[row["name"]])
+            found = (row["held"][side]["nmse"], row["held"][side]["output_error"])
+            assert found == pytest.approx((nmse, math.sqrt(nmse)), rel=1e-6)
 
 
 def test_random_inputs_rank_nobody(source, nvfp4, mxfp4, tmp_path):

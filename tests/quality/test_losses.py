@@ -2,12 +2,16 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
+from fp4convert.calibration.input_power import Inputs
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.floats import Floats
 from fp4convert.errors import InputError
-from fp4convert.quality.losses import draw_sample, kinds_of, short_names
+from fp4convert.numerics.codec import as_floats, as_matrix
+from fp4convert.quality import losses
+from fp4convert.quality.losses import Weighed, draw_sample, kinds_of, short_names
 from fp4convert.storage.safetensors import TensorRef
 
 
@@ -115,3 +119,15 @@ def test_too_little_for_a_row_of_each_kind():
     with pytest.raises(InputError, match="does not hold a row of each of 3 kinds") as caught:
         draw_sample(kinds_of(model(2, experts=2)), 1000)
     assert caught.value.exit_code == 2
+
+
+def test_losses_by_panels_are_those_of_the_whole(monkeypatch):
+    monkeypatch.setattr(losses, "MEASURED_ELEMENTS", 3 * 192)
+    x = np.random.default_rng(7).standard_normal((50, 192)).astype(np.float32)
+    x[11] = 0
+    ways, amax = losses.ways(False), float(np.abs(x).max())
+    weighed = Weighed.of(x, Inputs())
+    found = losses.plain_losses(as_matrix(x), ways, amax)
+    for way, loss in zip(ways, found, strict=True):
+        whole = weighed.loss(losses.through_form(as_floats(as_matrix(x)), way, amax))
+        assert loss == pytest.approx(whole, rel=1e-6), way

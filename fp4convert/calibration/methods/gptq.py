@@ -17,18 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.errors import DeviceError, NumericError
+from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import Bytes, Float32s
 from fp4convert.numerics.formats import DAMPING, E2M1_MAX
 
 ESCALATION = 4  # times as much where the matrix is not positive definite
 DAMPING_LIMIT = 1.0  # what needs as much is no matrix of second moments
-LAZY_COLUMNS = 64  # whose errors reach the columns behind them together
+LAZY_COLUMNS = 64  # whose errors reach the columns behind them together; MOST in compensate.c
 INVERSE_COLUMNS = 1024  # of the inverse that are found at once
 PANEL_ELEMENTS = 8 << 20  # of weights that are rounded together
 PANEL_ELEMENT_NBYTES = 16  # weights, twice while they are put in order; codes, steps and errors
 GRAM_ELEMENT_NBYTES = 20  # as read in float32, and twice in float64
-HALVES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the magnitudes of E2M1, in the order of their codes
-NEGATIVE = 16  # added to these where the quotient is negative
 
 Tensor = Any  # torch.Tensor; torch is imported where it is needed
 
@@ -141,31 +140,40 @@ def round_columns(x: Float32s, steps: Float32s, factor: Factor) -> Bytes:
     w = w[places.reshape(-1)].reshape(k, n, rows)
     wide = torch.from_numpy(steps).to(device).T.contiguous()
     block_of = (places // (columns // steps.shape[1])).clamp(max=steps.shape[1] - 1)
-    halves = torch.empty((k, n, rows), dtype=torch.uint8, device=device)
+    codes = torch.empty((k, n, rows), dtype=torch.uint8, device=device)
+    round_group = _round_group if device.type == "cpu" else _round_group_on_gpu
     for first in range(0, n, LAZY_COLUMNS):
         last = min(first + LAZY_COLUMNS, n)
         errors = torch.empty((k, last - first, rows), dtype=torch.float32, device=device)
-        for at in range(first, last):
-            column, step = w[:, at], wide[block_of[:, at]]
-            q = column / step
-            magnitude, is_negative = nearest(q), q < 0
-            halves[:, at] = 2 * magnitude + NEGATIVE * is_negative
-            value = torch.where(is_negative, -magnitude, magnitude) * step
-            error = (column - value) / upper[:, at, at, None]
-            errors[:, at - first] = error
-            # The other columns of this group at once, those behind it together.
-            w[:, at + 1 : last].addcmul_(
-                upper[:, at, at + 1 : last, None], error[:, None], value=-1
-            )
+        round_group((w, upper, wide, block_of, errors, codes), first, last)
         w[:, last:].baddbmm_(upper[:, first:last, last:].mT, errors, alpha=-1)
     if not torch.isfinite(w).all():
         raise NumericError("calibration-gram", "makes errors grow beyond float32")
     found = torch.empty((k * n, rows), dtype=torch.uint8, device=device)
-    found[places.reshape(-1)] = halves.reshape(k * n, rows)
-    codes = np.zeros(2 * NEGATIVE, np.uint8)
-    codes[list(HALVES)] = np.arange(8)
-    codes[[NEGATIVE + half for half in HALVES]] = np.arange(8, 16)
-    return np.take(codes, np.ascontiguousarray(found[:columns].T.cpu().numpy()))
+    found[places.reshape(-1)] = codes.reshape(k * n, rows)
+    return np.ascontiguousarray(found[:columns].T.cpu().numpy())
+
+
+def _round_group(tensors: tuple[Tensor, ...], first: int, last: int) -> None:
+    """Round some columns of all blocks by kernels/compensate.c."""
+    Cpu().compensate([tensor.numpy() for tensor in tensors], range(first, last))
+
+
+def _round_group_on_gpu(tensors: tuple[Tensor, ...], first: int, last: int) -> None:
+    """Round some columns of all blocks, one after the other, in torch."""
+    import torch
+
+    w, upper, wide, block_of, errors, codes = tensors
+    for at in range(first, last):
+        column, step = w[:, at], wide[block_of[:, at]]
+        q = column / step
+        magnitude, is_negative = nearest(q), q < 0
+        code = torch.minimum(torch.minimum(2 * magnitude, magnitude + 2), magnitude / 2 + 4)
+        codes[:, at] = code + 8 * is_negative
+        value = torch.where(is_negative, -magnitude, magnitude) * step
+        error = (column - value) / upper[:, at, at, None]
+        errors[:, at - first] = error
+        w[:, at + 1 : last].addcmul_(upper[:, at, at + 1 : last, None], error[:, None], value=-1)
 
 
 def nearest(q: Tensor) -> Tensor:

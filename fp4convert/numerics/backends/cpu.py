@@ -21,12 +21,13 @@ from fp4convert.numerics.codec import (
     FLOAT_DTYPES,
     Bytes,
     Float32s,
+    as_matrix,
     check_finite,
     check_importance,
     global_scale_of,
     weigh,
 )
-from fp4convert.numerics.formats import CODES, ROW_SUMS, Format
+from fp4convert.numerics.formats import CODES, ROW_SUMS, Format, check_rule
 from fp4convert.numerics.fp8_int import Grid, amax_fp8, decode_fp8, grid_shape
 from fp4convert.numerics.matrices import (
     PANEL_ELEMENTS,
@@ -108,16 +109,15 @@ class Cpu:
         return amax
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
-        for first, last in row_panels(q.shape):
-            yield self.dequantize(q.rows(first, last), dtype)
+        return (self.dequantize(q.rows(*panel), dtype) for panel in row_panels(q.shape))
 
     def fp8_passes(self, weights: Weights) -> AbstractContextManager[Cpu]:
         return nullcontext(self)
 
     def block_amaxes(self, weights: Weights, block: tuple[int, int]) -> Float32s:
         found = np.zeros(grid_shape(weights.shape, block), np.float32)
-        for first, last in row_panels(weights.shape):
-            self.grid_amax(weights.rows(first, last), Grid(found, block, first))
+        for panel in row_panels(weights.shape):
+            self.grid_amax(weights.rows(*panel), Grid(found, block, panel[0]))
         return found
 
     def block_costs(
@@ -174,6 +174,26 @@ class Cpu:
     def values(self, q: Quantized) -> Float32s:
         """Return (rows, columns) float32 values; equals codec.dequantize."""
         return np.frombuffer(self.dequantize(q, "F32"), np.float32).reshape(q.shape)
+
+    def study(
+        self,
+        x: Float32s,
+        fmt: Format,
+        rule: str,
+        group_amax: float,
+        importance: Float32s | None = None,
+    ) -> Float32s:
+        """Round to blocks that no engine reads, NVFP4 of 32 or 64, MXFP4 of 16 or 64.
+
+        Returns the values: equals codec.dequantize of codec.quantize
+        """
+        check_importance(rule, importance)
+        values, amax = _values(as_matrix(x)), np.array([group_amax], np.float32)
+        weights = 0 if importance is None else weigh(importance, x.shape[1], fmt)
+        sizes = values.n, fmt.block_size, fmt.scale_rules.index(check_rule(fmt, rule))
+        y = np.empty(x.shape, np.float32)
+        self._call(f"study_{fmt.name}", values.address, *sizes, amax, weights, x.shape[1], y)
+        return y
 
     def compare(self, x: Matrix, q: Quantized) -> Compared:
         """Measure what rows lost by their codes; equals error_sums.compare."""
@@ -235,8 +255,8 @@ class Cpu:
 
     def quantize_fp8(self, x: Matrix, grid: Grid) -> Bytes:
         """Return (rows, columns) E4M3 codes; equals fp8_int.quantize_fp8."""
-        codes = np.empty(x.shape, np.uint8)
-        self._run(entry_points.quantize_fp8_call(_values(x), *native_grid(grid, x.shape), codes))
+        codes, tables = np.empty(x.shape, np.uint8), native_grid(grid, x.shape)
+        self._run(entry_points.quantize_fp8_call(_values(x), *tables, codes))
         return codes
 
     def fp8_costs(self, x: Matrix, grid: Grid, costs: Doubles) -> None:
@@ -271,10 +291,8 @@ class Cpu:
     ) -> tuple[Doubles, float]:
         """Sum the cells of a matrix: (runs and PERIODS, CELL_WIDTHS, 3) float64.
 
-        kernels/scale_variance.c says how. Defined by tests/kernels/test_scale_variance.py, and so
-        in no Backend.
-        codes    (rows, blocks) uint8, each of which stands for one of the values less their mean,
-                 or for 0 where it is not finite
+        kernels/scale_variance.c says how; in no Backend, as count_bytes.
+        codes    (rows, blocks) uint8: each is one of the values less their mean; not finite: 0
         values   (256,) float64
         runs     how many rows a cell has, each >= 1
         Returns  for the runs, then PERIODS, and each of CELL_WIDTHS, added up: the squares of the
@@ -284,15 +302,13 @@ class Cpu:
         if codes.ndim != 2 or codes.dtype != np.uint8:
             raise ValueError(f"codes of shape {codes.shape}, {codes.dtype}; expected 2 axes, uint8")
         if values.shape != (256,) or values.dtype != np.float64:
-            detail = f"values of shape {values.shape}, {values.dtype}"
-            raise ValueError(f"{detail}; expected (256,), float64")
+            raise ValueError(f"values of shape {values.shape}; expected (256,), float64")
         if min(runs, default=1) < 1:
             raise ValueError(f"runs {tuple(runs)}; expected rows, 1 or more")
         rows, blocks = codes.shape
         sums = np.zeros((len(runs) + len(PERIODS)) * len(CELL_WIDTHS) * 3 + 1)
-        room = np.empty(
-            rows * (blocks + 1) + (rows + 1 + PERIODS[0]) * 3 * min(blocks, CELL_WIDTHS[-1])
-        )
+        of_cells = (rows + 1 + PERIODS[0]) * 3 * min(blocks, CELL_WIDTHS[-1])
+        room = np.empty(rows * (blocks + 1) + of_cells)
         tables = np.ascontiguousarray(codes), np.ascontiguousarray(values)
         self._call(
             "sum_cells", *tables, rows, blocks, np.array(runs, np.int64), len(runs), room, sums
@@ -313,8 +329,13 @@ class Cpu:
         sizes = np.array([rows, columns, width, passes, panel_rows(width)], np.int64)
         given = _checked(x, q.shape), inputs, sizes
         self._run(entry_points.descend_call(given, codes, Codes(q.format, *found), room))
-        packed, block_scales = (part.reshape(-1) for part in found)
-        return replace(q, packed=packed.data, block_scales=block_scales.data, compared=None)
+        packed, block_scales = (part.reshape(-1).data for part in found)
+        return replace(q, packed=packed, block_scales=block_scales, compared=None)
+
+    def compensate(self, matrices: Sequence[Array], columns: range) -> None:
+        """Round columns of GPTQ; kernels/compensate.c says which matrices."""
+        sizes = np.array([*matrices[0].shape, columns.start, columns.stop], np.int64)
+        self._call("compensate", matrices[0], sizes, *matrices[1:])
 
     def to_bf16(self, values: Float32s) -> memoryview:
         """Round values to bytes of bf16, half to even; NaN stays NaN."""
