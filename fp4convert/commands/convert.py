@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from fp4convert.options.access import WorkOptions
 from fp4convert.options.arguments import as_folder
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.progress import Phases
+from fp4convert.recipes.options import Globs
 
 if TYPE_CHECKING:  # each function loads what its own work needs
     from fp4convert.conversion.pruning import Pruning
@@ -143,7 +144,7 @@ def _describe_gpu(work: Work) -> dict[str, Any] | None:
 
 def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     """Plan the work, and warn; of a dry run the document has the warnings."""
-    from fp4convert.conversion.engine_choice import added_words, choice_text, choose_options
+    from fp4convert.conversion.engine_choice import choose_options
     from fp4convert.conversion.work import prepare
 
     settings = options.settings(options.device, is_elsewhere=options.ray is not None)
@@ -174,22 +175,32 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
         options = choose_options(options)
     settings.phases.begin("plan")
     work = prepare(options, settings.phases, may_write=not is_dry)
-    for line in judged_as(options.engine or ""):
+    for line in _choice_lines(work, given.exclude):
         settings.tell(line)
-    for verdict in work.verdicts:
-        settings.tell(choice_text(verdict, work.plan))
-    if options.gpu is not None:
-        from fp4convert.engines.gpus import lines_of
-
-        for line in lines_of(_describe_gpu(work) or {}):
-            settings.tell(line)
-    called = " or ".join(verdict.engine.called() for verdict in work.verdicts)
-    if work.verdicts and (added := added_words(called, given.exclude, options.exclude)):
-        settings.tell(added)
     _warn(options, () if is_dry else work.warnings, settings)
     if is_dry:  # which leaves nobody a step to do
         return work, settings
     return work, replace(settings, next=tuple(work.next_steps(is_absolute=True)))
+
+
+def _choice_lines(work: Work, excluded: Globs) -> Iterator[str]:
+    """Yield what the engines and the card of the options mean.
+
+    excluded  modules that were excluded before the engines' own
+    """
+    from fp4convert.conversion.engine_choice import added_words, choice_text
+
+    options = work.options
+    yield from judged_as(options.engine or "")
+    for verdict in work.verdicts:
+        yield choice_text(verdict, work.plan)
+    if options.gpu is not None:
+        from fp4convert.engines.gpus import lines_of
+
+        yield from lines_of(_describe_gpu(work) or {})
+    called = " or ".join(verdict.engine.called() for verdict in work.verdicts)
+    if work.verdicts and (added := added_words(called, excluded, options.exclude)):
+        yield added
 
 
 def dequantize(options: DequantizeOptions) -> Result:
