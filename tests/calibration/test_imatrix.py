@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -17,27 +18,26 @@ from tiny_models import make_mixtral, make_qwen3_moe
 from fp4convert.storage.open import open_source
 
 TOKENS = 24
+DENSE = {name.removesuffix(".weight"): each for name, each in model().items() if each.ndim > 1}
+NAMES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+GATED = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+NUMBERED = {"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"}
+Sums = dict[str, np.ndarray]
 
 
-def inputs_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+def sums_of(sizes: dict[str, tuple[int, int]]) -> Sums:
     """Sums of squares by llama.cpp's name, a row for each expert; unequal columns."""
     random = np.random.default_rng(1)
     return {
-        name: np.exp(random.normal(0, 3, (shape[0] if len(shape) == 3 else 1, shape[-1]))).astype(
-            np.float32
-        )
-        for name, shape in shapes.items()
+        name: np.exp(random.normal(0, 3, size)).astype(np.float32) for name, size in sizes.items()
     }
 
 
-def write_gguf(path: Path, sums: dict[str, np.ndarray], unreached: str = "") -> Path:
-    """As llama-imatrix writes it, by llama.cpp's own package; its third expert may lack tokens."""
+def write_gguf(path: Path, sums: Sums, unreached: str = "") -> Path:
+    """As llama-imatrix writes it, by llama.cpp's own package; a third expert may lack tokens."""
     writer = gguf.GGUFWriter(path, "")
     writer.kv_data[0].pop("general.architecture", None)
     writer.add_type("imatrix")
-    writer.add_array("imatrix.datasets", ["text"])
-    writer.add_uint32("imatrix.chunk_count", 1)
-    writer.add_uint32("imatrix.chunk_size", TOKENS)
     for name, each in sums.items():
         counts = np.full((len(each), 1), TOKENS, np.float32)
         if name == unreached:
@@ -51,19 +51,25 @@ def write_gguf(path: Path, sums: dict[str, np.ndarray], unreached: str = "") -> 
     return path
 
 
-def write_dat(path: Path, sums: dict[str, np.ndarray], calls: int = 3) -> Path:
+def write_dat(path: Path, sums: Sums, unreached: str = "") -> Path:
     """As llama-imatrix --output-format dat writes it: means times the calls."""
     data = struct.pack("<i", len(sums))
     for name, each in sums.items():
         stored = f"{name}.weight".encode()
-        data += struct.pack("<i", len(stored)) + stored
-        data += struct.pack("<ii", calls, each.size)
-        data += (each / TOKENS * calls).astype("<f4").tobytes()
+        data += struct.pack("<i", len(stored)) + stored + struct.pack("<ii", 3, each.size)
+        data += (each / TOKENS * 3).astype("<f4").tobytes()
     path.write_bytes(data + struct.pack("<ii", 1, 4) + b"text")
     return path
 
 
-def by_hand(path: Path, source: Path, squares: dict[str, np.ndarray]) -> Path:
+def rounded(source: Path, file: Path | None, out: Path, *options: str) -> dict[str, object]:
+    words = () if file is None else ("--calibration", file)
+    done("quantize", source, "--format", "nvfp4", *options, *words, "-o", out)
+    made: dict[str, object] = {path.name: path.read_bytes() for path in out.glob("*.gguf")}
+    return made or dict(read_folder(out))
+
+
+def by_hand(path: Path, source: Path, squares: Sums) -> Path:
     """The same moments as a calibration file, by the safetensors package."""
     tensors = {}
     for module, each in squares.items():
@@ -72,85 +78,66 @@ def by_hand(path: Path, source: Path, squares: dict[str, np.ndarray]) -> Path:
     return write_calibration(path, open_source(str(source)), tensors)
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("*.gguf")}
+@pytest.fixture
+def dense(tmp_path: Path) -> tuple[Path, Sums]:
+    sums = sums_of({name: (1, each.shape[1]) for name, each in DENSE.items() if "blk" in name})
+    return write_donor(tmp_path / "m.gguf", model(), "F32"), sums
 
 
 @pytest.mark.parametrize("write", [write_gguf, write_dat])
-def test_a_gguf_file_is_rounded_as_by_the_same_moments(write: object, tmp_path: Path) -> None:
-    source = write_donor(tmp_path / "m.gguf", model(), "F32")
-    shapes = {name.removesuffix(".weight"): each.shape for name, each in model().items()}
-    sums = inputs_of({name: shape for name, shape in shapes.items() if name.startswith("blk")})
-    sums = {name: each for name, each in sums.items() if len(shapes[name]) > 1}
-    matrix = write(tmp_path / "imatrix", sums)  # type: ignore[operator]
+def test_a_gguf_file_is_rounded_as_by_the_same_moments(
+    dense: tuple[Path, Sums], write: Callable[..., Path], tmp_path: Path
+) -> None:
+    source, sums = dense
     squares = {name: each[0] / TOKENS for name, each in sums.items()}
-    same = by_hand(tmp_path / "same.safetensors", source, squares)
-    options = ("--format", "nvfp4", "--dialect", "gguf", "--json")
-    made = {}
-    for name, file in {"matrix": matrix, "same": same, "none": None}.items():
-        words = () if file is None else ("--calibration", file)
-        done("quantize", source, *options, *words, "-o", tmp_path / name)
-        made[name] = files_of(tmp_path / name)
-    assert made["matrix"] == made["same"] != made["none"]
-    record = json.loads((tmp_path / "matrix" / "quantization_config.json").read_text())
+    files = [write(tmp_path / "i", sums), by_hand(tmp_path / "same", source, squares), None]
+    made, same, plain = (
+        rounded(source, file, tmp_path / str(number), "--dialect", "gguf")
+        for number, file in enumerate(files)
+    )
+    assert made == same != plain
+    record = json.loads((tmp_path / "0" / "quantization_config.json").read_text())
     assert record["scale_rule"] == "importance"
-
-
-NAMES = {
-    **{"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"},
-    "self_attn.o_proj": "attn_output",
-}
-EXPERTS = {
-    "mlp": {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"},
-    "block_sparse_moe": {"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"},
-}
 
 
 @pytest.mark.parametrize("write", [write_gguf, write_dat])
 @pytest.mark.parametrize(
-    ("make", "part"), [(make_qwen3_moe, "mlp"), (make_mixtral, "block_sparse_moe")]
+    ("make", "part", "names"),
+    [(make_qwen3_moe, "mlp", GATED), (make_mixtral, "block_sparse_moe", NUMBERED)],
 )
 def test_safetensors_are_found_by_their_names_in_llamacpp(
-    make: object, part: str, write: object, tmp_path: Path
+    make: Callable[[Path], Path],
+    part: str,
+    names: dict[str, str],
+    write: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     """Experts have rows of their own; one without a token has the mean of its stack."""
-    source = make(tmp_path / "m")  # type: ignore[operator]
-    config = json.loads((source / "config.json").read_text())
-    layers, width = config["num_hidden_layers"], config["hidden_size"]
-    experts = config.get("num_experts") or config["num_local_experts"]
-    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
-    heads = config["num_attention_heads"] * (config.get("head_dim") or width // 4)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer in range(layers):
-        block = f"blk.{layer}."
-        shapes |= {block + name: (1, width) for name in (*NAMES.values(), "ffn_gate_inp")}
-        shapes |= {block + "attn_output": (1, heads)}
-        for name in EXPERTS[part].values():
-            shapes[block + name] = (experts, 1, inner if "down" in name else width)
-    sums = inputs_of(shapes)
-    unreached = "blk.1.ffn_down_exps" if write is write_gguf else ""
-    words = (unreached,) if unreached else ()
-    matrix = write(tmp_path / "imatrix", sums, *words)  # type: ignore[operator]
-    squares = {}
-    for layer in range(layers):
-        above = f"model.layers.{layer}"
-        for module, name in NAMES.items():
-            squares[f"{above}.{module}"] = sums[f"blk.{layer}.{name}"][0] / TOKENS
-        for module, name in EXPERTS[part].items():
-            stem = f"blk.{layer}.{name}"
-            for number, each in enumerate(sums[stem]):
-                mean = each / TOKENS
-                if stem == unreached and number == 2:
-                    others = np.delete(sums[stem].astype(np.float64), 2, 0)
-                    mean = others.sum(0) / (TOKENS * len(others))
-                squares[f"{above}.{part}.experts.{number}.{module}"] = mean
-    same = by_hand(tmp_path / "same.safetensors", source, squares)
-    made = {}
-    for name, file in {"matrix": matrix, "same": same}.items():
-        options = ("--format", "nvfp4", "--calibration", file, "--json")
-        done("quantize", source, *options, "-o", tmp_path / name)
-        made[name] = read_folder(tmp_path / name)
-    assert made["matrix"] == made["same"]
+    source = make(tmp_path / "m")
+    stored = {name: shape for name, (_, shape, _) in read_folder(source).items()}
+    modules: dict[str, tuple[str, int]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
+    for name, (*_, columns) in stored.items():
+        module = name.removesuffix(".weight")
+        parts = module.split(".")
+        if "experts" in parts:
+            stem, number = f"blk.{parts[2]}.{names[parts[-1]]}", int(parts[-2])
+            sizes[stem] = max(number + 1, sizes.get(stem, (0, 0))[0]), columns
+        elif parts[-1] in NAMES:
+            stem, number = f"blk.{parts[2]}.{NAMES[parts[-1]]}", 0
+            sizes[stem] = 1, columns
+            sizes[f"blk.{parts[2]}.ffn_gate_inp"] = 1, stored["model.embed_tokens.weight"][1]
+        else:
+            continue
+        modules[module] = stem, number
+    sums, unreached = sums_of(sizes), "blk.1.ffn_down_exps"
+    matrix = write(tmp_path / "i", sums, unreached)
+    squares = {module: sums[stem][number] / TOKENS for module, (stem, number) in modules.items()}
+    if write is write_gguf:
+        (lacking,) = (name for name, place in modules.items() if place == (unreached, 2))
+        squares[lacking] = np.delete(sums[unreached].astype(np.float64), 2, 0).mean(0) / TOKENS
+    same = by_hand(tmp_path / "same", source, squares)
+    assert rounded(source, matrix, tmp_path / "a") == rounded(source, same, tmp_path / "b")
 
 
 @pytest.mark.parametrize(
@@ -160,46 +147,32 @@ def test_safetensors_are_found_by_their_names_in_llamacpp(
         ({"blk.0.ffn_down": np.ones((1, 32), np.float32)}, "calibration-shape"),
         ({"blk.0.attn_q": np.full((1, 64), np.nan, np.float32)}, "calibration-values"),
         ({"blk.0.attn_q": -np.ones((1, 64), np.float32)}, "calibration-values"),
+        (b"cut", "calibration-file"),
+        (b"long", "calibration-file"),
+        (None, "calibration-file"),
     ],
 )
-def test_matrices_that_do_not_fit_are_refused(
-    change: dict[str, np.ndarray | None], code: str, tmp_path: Path
+def test_what_does_not_fit_or_is_damaged_is_refused(
+    dense: tuple[Path, Sums], change: object, code: str, tmp_path: Path
 ) -> None:
-    source = write_donor(tmp_path / "m.gguf", model(), "F32")
-    shapes = {name.removesuffix(".weight"): each.shape for name, each in model().items()}
-    sums = {
-        **inputs_of({name: shape for name, shape in shapes.items() if len(shape) > 1}),
-        **change,
-    }
-    file = write_gguf(tmp_path / "i.gguf", {k: v for k, v in sums.items() if v is not None})
+    source, sums = dense
+    file = tmp_path / "i"
+    if isinstance(change, dict):
+        write_gguf(file, {k: v for k, v in (sums | change).items() if v is not None})
+    elif isinstance(change, bytes):
+        data = write_dat(file, sums).read_bytes()
+        file.write_bytes(data[:60] if change == b"cut" else struct.pack("<ii", 1, 40) + data[8:])
+    else:
+        file = source
     words = ("--format", "nvfp4", "--dialect", "gguf", "--calibration", file, "--json")
-    error = run("quantize", source, *words, "-o", tmp_path / "q").json["error"]
-    assert error["code"] == code
+    assert run("quantize", source, *words, "-o", tmp_path / "q").json["error"]["code"] == code
     assert not (tmp_path / "q").exists()
 
 
-def test_other_files_and_damaged_ones_are_refused(tmp_path: Path) -> None:
-    source = write_donor(tmp_path / "m.gguf", model(), "F32")
-    sums = {"blk.0.attn_q": np.ones((1, 64), np.float32)}
-    dat = write_dat(tmp_path / "i.dat", sums).read_bytes()
-    cut, other = tmp_path / "cut.dat", tmp_path / "other.dat"
-    cut.write_bytes(dat[:60])
-    other.write_bytes(struct.pack("<ii", 1, 40) + dat[8:])
-    for file in (cut, other, source):
-        words = ("--format", "nvfp4", "--dialect", "gguf", "--calibration", file, "--json")
-        error = run("quantize", source, *words, "-o", tmp_path / "q").json["error"]
-        assert (error["code"], "importance matrix" in error["message"]) == (
-            "calibration-file",
-            True,
-        )
-
-
-def test_what_needs_more_than_squares_says_so(tmp_path: Path) -> None:
-    source = write_donor(tmp_path / "m.gguf", model(), "F32")
-    shapes = {name.removesuffix(".weight"): each.shape for name, each in model().items()}
-    sums = inputs_of({name: shape for name, shape in shapes.items() if len(shape) > 1})
-    file = write_gguf(tmp_path / "i.gguf", sums)
-    words = ("--format", "nvfp4", "--dialect", "gguf", "--calibration", file, "--json")
+def test_what_needs_more_than_squares_says_so(dense: tuple[Path, Sums], tmp_path: Path) -> None:
+    source, sums = dense
+    words = ("--format", "nvfp4", "--dialect", "gguf", "--calibration")
+    words = (*words, write_gguf(tmp_path / "i", sums), "--json")
     error = run("quantize", source, *words, "--method", "gptq", "-o", tmp_path / "q").json["error"]
     assert error["code"] == "no-gram"
     done("quantize", source, *words, "--activations", "4", "-o", tmp_path / "a")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from checkpoints import LLAMA, Tensor, done, read_folder, run, weight, write_checkpoint
 
-LAYERS = [f"model.layers.{number}" for number in (0, 1)]
-BAD = [f"{layer}.self_attn.o_proj" for layer in LAYERS]
+PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
+MODULES = [f"model.layers.{number}.{part}" for number in (0, 1) for part in PARTS]
 MODELOPT = {
     "producer": {"name": "modelopt", "version": "0.47"},
     "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]},
@@ -29,29 +29,21 @@ def floats(*shape: int) -> Tensor:
 def transposed_nvfp4(folder: Path) -> Path:
     """ModelOpt's NVFP4, in which one projection lies transposed."""
     tensors: dict[str, Tensor] = {}
-    for layer in LAYERS:
-        for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"):
-            module = f"{layer}.{part}"
-            shapes = [(64, 32), (64, 4)]
-            if module in BAD:
-                shapes = [shape[::-1] for shape in shapes]
-            tensors[f"{module}.weight"] = codes("U8", *shapes[0])
-            tensors[f"{module}.weight_scale"] = codes("F8_E4M3", *shapes[1])
-            tensors |= {f"{module}.{end}": floats() for end in ("weight_scale_2", "input_scale")}
-    record = json.dumps(MODELOPT).encode()
-    files = {"hf_quant_config.json": record}
+    for module in MODULES:
+        turn = -1 if module.endswith("o_proj") else 1
+        tensors[f"{module}.weight"] = codes("U8", *(64, 32)[::turn])
+        tensors[f"{module}.weight_scale"] = codes("F8_E4M3", *(64, 4)[::turn])
+        tensors |= {f"{module}.{end}": floats() for end in ("weight_scale_2", "input_scale")}
+    files = {"hf_quant_config.json": json.dumps(MODELOPT).encode()}
     return write_checkpoint(folder, {"model.safetensors": tensors}, LLAMA, **files)
 
 
 def odd_fp8(folder: Path) -> Path:
     """FP8 of blocks, with scales of another number in one projection."""
-    tensors: dict[str, Tensor] = {}
-    for layer in LAYERS:
-        for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"):
-            module = f"{layer}.{part}"
-            tensors[f"{module}.weight"] = codes("F8_E4M3", 256, 256)
-            scales = floats(5, 3) if module in BAD else floats(2, 2)
-            tensors[f"{module}.weight_scale_inv"] = scales
+    tensors = {f"{module}.weight": codes("F8_E4M3", 256, 256) for module in MODULES}
+    for module in MODULES:
+        scales = floats(5, 3) if module.endswith("o_proj") else floats(2, 2)
+        tensors[f"{module}.weight_scale_inv"] = scales
     config = {**LLAMA, "quantization_config": FP8}
     return write_checkpoint(folder, {"model.safetensors": tensors}, config)
 

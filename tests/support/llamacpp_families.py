@@ -15,7 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-WORDS, WIDTH, HEADS, INNER = 320, 256, 2, 384
+from llamacpp_models import VOCABULARY, add_words
+
+WIDTH, HEADS, INNER = 256, 2, 384
 OFTEN = 500  # files that are tried
 LATENT = ("deepseek2", "glm-dsa", "kimi-linear", "mistral4")
 PATTERNED = ("cohere2moe", "mimo2", "step35")
@@ -26,14 +28,9 @@ HYBRID = (
 LAYERS = {"llama4": 4, "nemotron_h": 3, "nemotron_h_moe": 3, "gemma4": 5}
 # Tensors that the loader does without, and the graph does not: families, after which, and which.
 BESIDE = (
-    ({"falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe"}, "ssm_conv1d.weight"),
-    ({"qwen35", "qwen35moe", "qwen3next"}, "ssm_conv1d.weight"),
-    ({"rwkv6", "rwkv6qwen2"}, "time_mix_lerp_x.weight"),
-)
-OTHERS = (
-    ("ssm_conv1d.bias",),
-    ("attn_qkv.weight", "attn_gate.weight"),
-    ("time_mix_lerp_fused.weight",),
+    ("falcon-h1 granitehybrid nemotron_h nemotron_h_moe", "ssm_conv1d.weight", "ssm_conv1d.bias"),
+    ("qwen35 qwen35moe qwen3next", "ssm_conv1d.weight", "attn_qkv.weight attn_gate.weight"),
+    ("rwkv6 rwkv6qwen2", "time_mix_lerp_x.weight", "time_mix_lerp_fused.weight"),
 )
 NOT_FOUND = re.compile(r"tensor '([^']+)' not found")
 SHAPE = re.compile(r"tensor '([^']+)' has wrong shape; expected\s+([\d, ]+), got")
@@ -61,7 +58,7 @@ def _sizes(family: str) -> dict[str, Any]:
     state = WIDTH if family.startswith("qwen3") else 2 * width
     ranks = ("decay_lora_rank", "iclr_lora_rank", "value_residual_mix_lora_rank", "gate_lora_rank")
     sizes: dict[str, Any] = {
-        **{"vocab_size": WORDS, "context_length": 128, "embedding_length": width},
+        **{"vocab_size": VOCABULARY, "context_length": 128, "embedding_length": width},
         **{"block_count": layers, "leading_dense_block_count": 1, "logit_scale": 1.0},
         "feed_forward_length": [0, 0, inner] if is_nemotron else inner,
         **{"use_parallel_residual": False, "full_attention_interval": 2},
@@ -111,14 +108,7 @@ def _write(family: str, shapes: dict[str, tuple[int, ...]], path: Path, spread: 
     writer, random = gguf.GGUFWriter(path, family), np.random.default_rng(0)
     for key, value in _sizes(family).items():
         getattr(writer, TYPES[type(value)])(f"{family}.{key}", value)
-    words = [f"▁t{number}" for number in range(WORDS - 4)]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(["<unk>", "<s>", "</s>", "<0x0A>", *words])
-    writer.add_token_scores([0.0] * WORDS)
-    writer.add_token_types([2, 3, 3, 6, *[1] * len(words)])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_add_bos_token(False)
+    add_words(writer)
     for name, shape in shapes.items():
         writer.add_tensor(name, random.normal(scale=spread, size=shape).astype(np.float32))
     writer.write_header_to_file()
@@ -150,7 +140,7 @@ LOADED: list[Any] = []  # ending a server waits for its loop
 
 def write_family(family: str, path: Path) -> None:
     """Write a file that llama.cpp loads."""
-    log, shapes = path.with_suffix(".log"), {"token_embd.weight": (WORDS, WIDTH)}
+    log, shapes = path.with_suffix(".log"), {"token_embd.weight": (VOCABULARY, WIDTH)}
     stream = log.open("wb")
     for number in (1, 2):
         os.dup2(stream.fileno(), number)
@@ -161,10 +151,10 @@ def write_family(family: str, path: Path) -> None:
             return
         if match := NOT_FOUND.search(text):
             shapes[match[1]] = (1,)
-            for (having, first), others in zip(BESIDE, OTHERS, strict=True):
-                if family in having and match[1].endswith(first):
+            for having, first, others in BESIDE:
+                if family in having.split() and match[1].endswith(first):
                     block = match[1].removesuffix(first)
-                    shapes |= {block + other: (1,) for other in others}
+                    shapes |= {block + other: (1,) for other in others.split()}
         elif match := SHAPE.search(text):
             sizes = [int(size) for size in match[2].split(",")]
             while len(sizes) > 1 and sizes[-1] == 1:

@@ -154,6 +154,10 @@ def _add_metadata(writer: Any, kind: str, config: dict[str, Any]) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
         if width := config.get("moe_intermediate_size"):
             writer.add_expert_feed_forward_length(width)
+    add_words(writer)
+
+
+def add_words(writer: Any) -> None:
     writer.add_tokenizer_model("llama")
     # Words, and of bytes only a line's end: the server says nothing of a byte that is no character.
     words = [f"▁t{number}" for number in range(VOCABULARY - 4)]
