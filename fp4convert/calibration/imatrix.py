@@ -6,9 +6,8 @@
          all numbers I32, little-endian
 
 M is llama.cpp's name of a weight; a stack has a row for each expert. Modules of safetensors are
-found by llama.cpp's own table of names. Where its converter puts columns into another order (heads
-of a state space), a module has no statistics. An expert that no token reached has those of all
-tokens of its stack.
+found by llama.cpp's own table of names; where its converter reorders columns (heads of a state
+space) a module has none. An expert without a token has the mean of its stack.
 Source: llama.cpp, tools/imatrix/imatrix.cpp (save_imatrix, save_imatrix_legacy).
 """
 
@@ -25,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.calibration.statistics import Calibration
+from fp4convert.checkpoint.dialects.gguf import STACK
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import Float32s
 from fp4convert.storage.disk import hash_file, open_regular
@@ -32,11 +32,9 @@ from fp4convert.storage.gguf import EXPERT_NUMBER, GgufFrame, gguf_package, read
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 
 MAGIC, KIND = b"GGUF", "imatrix"
-SQUARES, COUNT = ".input_sq_mean", ".count"
-SUMS, COUNTS = ".in_sum2", ".counts"  # of a whole stack
+SQUARES, SUMS, COUNTS = ".input_sq_mean", ".in_sum2", ".counts"
 LONGEST_NAME = 512
-ROUTER = re.compile(r"(blk\.\d+\.)ffn_(?:gate|up|down|gate_up)_exps")
-REORDERED = ("blk.{bid}.ssm_out",)  # columns, for some families
+REORDERED = "blk.{bid}.ssm_out"  # columns, for some families
 LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 NEXT = "Make it again: llama-imatrix -m MODEL.gguf -f TEXT -o imatrix.gguf."
 
@@ -48,7 +46,7 @@ class Imatrix(Calibration):
 
     @property
     def usual(self) -> str:
-        return "input_sq_mean"
+        return SQUARES[1:]
 
     def holder(self, module: str) -> str:
         """Return llama.cpp's name of a module, with the number of an expert."""
@@ -57,16 +55,16 @@ class Imatrix(Calibration):
         expert = EXPERT_NUMBER.search(module)
         name = EXPERT_NUMBER.sub("", module).replace("language_model.", "")
         layer = LAYER.search(name)
-        number = layer[0] if layer else ""
         for template in _names().get(LAYER.sub("{bid}", name, count=1), ()):
-            stem = template.replace("{bid}", number) + (f".{expert[1]}" if expert else "")
-            if template not in REORDERED and stem + SQUARES in self.refs:
+            stem = template.replace("{bid}", layer[0] if layer else "")
+            stem += f".{expert[1]}" if expert else ""
+            if template != REORDERED and stem + SQUARES in self.refs:
                 return stem
         return module
 
     def _read(self, ref: TensorRef) -> NDArray[np.generic]:
         name = ref.name.removesuffix(SQUARES)
-        sums, counts = self._stored(ref), self._stored(self.refs[name + COUNT])
+        sums, counts = self._stored(ref), self._stored(self.refs[name + COUNTS])
         if not counts.any():
             stack = name.rpartition(".")[0]
             counts = self._stored(self.refs[stack + COUNTS])
@@ -78,8 +76,7 @@ class Imatrix(Calibration):
 
     def _stored(self, ref: TensorRef) -> NDArray[np.float64]:
         """Read numbers as they are stored, as float64."""
-        dtype = {"F32": "<f4", "I32": "<i4"}[ref.dtype]
-        values = np.fromfile(self.path, dtype, ref.elements, offset=ref.start)
+        values = np.fromfile(self.path, f"<{ref.dtype[0]}4".lower(), ref.elements, offset=ref.start)
         if values.size != ref.elements:
             raise self.refusal(ref, "is gone: the file became shorter while it was read")
         return values.reshape(ref.shape).astype(np.float64)
@@ -90,10 +87,9 @@ def _names() -> dict[str, list[str]]:
     """Return llama.cpp's names of modules by those of other packages."""
     gguf, found = gguf_package(), dict[str, list[str]]()
     table = gguf.TensorNameMap
-    for mapping in (table.mappings_cfg, table.block_mappings_cfg):
-        for tensor, aliases in mapping.items():
-            for alias in aliases:
-                found.setdefault(alias, []).append(gguf.TENSOR_NAMES[tensor])
+    for tensor, aliases in (table.mappings_cfg | table.block_mappings_cfg).items():
+        for alias in aliases:
+            found.setdefault(alias, []).append(gguf.TENSOR_NAMES[tensor])
     return found
 
 
@@ -109,14 +105,14 @@ def open_imatrix(path: Path) -> Imatrix:
     Raises  InputError where it is something else, or damaged
     """
     with open_regular(path) as stream:
-        is_gguf = stream.read(4) == MAGIC
+        find = _parts_of_gguf if stream.read(4) == MAGIC else _parts_of_dat
     try:
-        refs = list(_parts_of_gguf(path) if is_gguf else _parts_of_dat(path))
+        refs = {ref.name: ref for ref in find(path)}
     except (struct.error, ValueError) as error:
         detail = f"{path}: no sound importance matrix of llama.cpp: {error}"
         raise InputError("calibration-file", detail, NEXT) from None
     notes = {"format": KIND, "gram": "diag", "samples": "0", "tokens": "0", "text": KIND}
-    return Imatrix(path, hash_file(path), notes, {}, {ref.name: ref for ref in refs})
+    return Imatrix(path, hash_file(path), notes, {}, refs)
 
 
 def _parts_of_gguf(path: Path) -> Iterator[TensorRef]:
@@ -126,59 +122,56 @@ def _parts_of_gguf(path: Path) -> Iterator[TensorRef]:
         raise ValueError(f"its general.type is not {KIND!r}")
     for name, sums in tensors.items():
         if name.endswith(SUMS):
-            stem = name.removesuffix(SUMS)
-            counts = tensors.get(stem + COUNTS)
+            counts = tensors.get(name.removesuffix(SUMS) + COUNTS)
             if counts is None or {sums.dtype, counts.dtype} != {"F32"}:
                 raise ValueError(f"{name} has no counts in F32 beside it")
-            yield from _rows(stem.removesuffix(WEIGHT), sums, counts)
+            yield from _rows(name.removesuffix(SUMS).removesuffix(WEIGHT), sums, counts)
 
 
 def _rows(stem: str, sums: TensorRef, counts: TensorRef) -> Iterator[TensorRef]:
     """Yield the statistics of a matrix, or of each in a stack."""
     columns = sums.shape[-1]
     matrices = sums.elements // columns
-    yield sums._replace(name=stem + SUMS, shape=(matrices, columns))
-    yield counts._replace(name=stem + COUNTS)
     if counts.elements not in (1, matrices):
         raise ValueError(f"{stem} has {matrices} rows and {counts.elements} counts")
+    yield sums._replace(name=stem + SUMS, shape=(matrices, columns))
+    yield counts._replace(name=stem + COUNTS)
     for row in range(matrices):
-        one = f"{stem}.{row}" if ROUTER.fullmatch(stem) else stem
+        one = f"{stem}.{row}" if STACK.fullmatch(stem) else stem
         at = sums.start + row * columns * 4, counts.start + row % counts.elements * 4
-        yield TensorRef(one + SQUARES, "F32", (columns,), sums.file, at[0])
-        yield TensorRef(one + COUNT, counts.dtype, (), counts.file, at[1])
+        yield sums._replace(name=one + SQUARES, shape=(columns,), start=at[0])
+        yield counts._replace(name=one + COUNTS, shape=(), start=at[1])
 
 
 def _parts_of_dat(path: Path) -> Iterator[TensorRef]:
-    entries: dict[str, tuple[int, int, int]] = {}  # where its calls are, its values, their number
+    entries: dict[str, tuple[int, int]] = {}  # where its calls are, and the number of its values
     with open_regular(path) as stream:
-        nbytes = path.stat().st_size
 
         def number() -> int:
-            (value,) = struct.unpack("<i", stream.read(4))
-            return int(value)
+            return int(struct.unpack("<i", stream.read(4))[0])
 
         for _ in range(number()):
-            length = number()
-            if not 0 < length <= LONGEST_NAME:
+            if not 0 < (length := number()) <= LONGEST_NAME:
                 raise ValueError(f"a name of {length} bytes")
             name = stream.read(length).decode("utf-8")
-            at, _, values = stream.tell(), number(), number()
-            entries[name.removesuffix(WEIGHT)] = (at, stream.tell(), values)
-            if values <= 0 or stream.seek(4 * values, 1) > nbytes:
+            calls, _, values = stream.tell(), number(), number()
+            entries[name.removesuffix(WEIGHT)] = calls, values
+            if values <= 0 or stream.seek(4 * values, 1) > path.stat().st_size:
                 raise ValueError(f"{name} has {values} values, past the end of the file")
-    for stem, (calls, start, values) in entries.items():
-        matrices = _experts(stem, {name: entry[2] for name, entry in entries.items()})
+    for stem, (calls, values) in entries.items():
+        matrices = _experts(stem, {name: count for name, (_, count) in entries.items()})
         if not matrices or values % matrices:
             raise ValueError(f"{stem} stacks experts whose number no router beside it tells")
-        sums = TensorRef(stem, "F32", (matrices, values // matrices), path.name, start)
+        sums = TensorRef(stem, "F32", (matrices, values // matrices), path.name, calls + 8)
         yield from _rows(stem, sums, TensorRef(stem, "I32", (1,), path.name, calls))
 
 
 def _experts(stem: str, values: dict[str, int]) -> int:
     """Count the matrices of an entry by its router's input; 0 if unknown."""
-    if not (block := ROUTER.fullmatch(stem)):
+    if not STACK.fullmatch(stem):
         return 1
-    width = values.get(f"{block[1]}ffn_gate_inp", 0)
-    reading = (values.get(f"{block[1]}ffn_{part}_exps") for part in ("gate", "up", "gate_up"))
+    block = stem.rpartition(".")[0]
+    width = values.get(f"{block}.ffn_gate_inp", 0)
+    reading = (values.get(f"{block}.ffn_{part}_exps") for part in ("gate", "up", "gate_up"))
     wide = next((count for count in reading if count), 0)
     return wide // width if width else 0

@@ -80,8 +80,8 @@ _SCALED = (  # llama.cpp loads a .scale for these, and refuses a file with any o
     *(f".attn_{name}" for name in ("q", "k", "v", "qkv", "output", "gate")),
     *(f".ffn_{name}{kind}" for name in ("gate", "up", "down") for kind in ("", "_shexp", "_exps")),
 )
-_STACK = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down|gate_up)_exps")
-_EXPERT = re.compile(rf"({_STACK.pattern})\.(0|[1-9]\d{{0,8}})")
+STACK = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down|gate_up)_exps")
+_EXPERT = re.compile(rf"({STACK.pattern})\.(0|[1-9]\d{{0,8}})")
 _BLOCKS_PER_RUN = {MXFP4: 1, NVFP4: 4}
 _RUN_NBYTES = {  # of scales, and of codes
     fmt: (blocks, blocks * fmt.block_size // 2) for fmt, blocks in _BLOCKS_PER_RUN.items()
@@ -154,7 +154,7 @@ def find(tensors: Mapping[str, TensorRef]) -> list[str]:
 def _is_unread(ref: TensorRef) -> bool:
     """Return whether it is a stack without llama.cpp's name of experts."""
     is_stack = len(ref.shape) != 2
-    return is_stack and not _STACK.fullmatch(ref.name.removesuffix(".weight"))
+    return is_stack and not STACK.fullmatch(ref.name.removesuffix(".weight"))
 
 
 def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
