@@ -51,7 +51,7 @@ def set_aside(error: InputError, clues: Clues, recipe: Recipe) -> dict[str, Asid
         if NUMBER.sub("#", own) == kind and matches_any(recipe.exclude, own):
             found[own].append(clues.tensors[name])
     aside = {}
-    for own, refs in found.items():
+    for own, refs in sorted(found.items()):
         form = _form_recorded(own, refs, clues, recipe, error)
         largest = max(refs, key=lambda ref: ref.nbytes)
         for ref in refs:
@@ -80,9 +80,14 @@ def _form_recorded(
     next_step = "Give this module in bf16, under the name that ordinary weights have."
     for name, groups in recognise(clues):
         form = form_finder([(group.form, group.modules) for group in groups])(module)
-        if name == dialect and form:
+        is_alike = form is not None and form.format is recipe.format
+        if (
+            name == dialect
+            and form
+            and (is_alike or {form.format, recipe.format} <= {*traits.mixes})
+        ):
             return form
-        if form and form.format is recipe.format:
+        if is_alike:
             next_step = f"Choose --dialect {name}, the source's own. {next_step}"
     detail = f"{error.message}; {module} is excluded, but nothing in dialect {dialect} would tell"
     detail = f"{detail} engines how to read it as it is"

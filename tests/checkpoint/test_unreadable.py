@@ -134,3 +134,22 @@ def test_what_is_not_excluded_or_marked_is_refused(words: tuple[str, ...], tmp_p
         outcome = run("quantize", file, "--format", "nvfp4", *words, "-o", tmp_path / "q", "--json")
         assert (outcome.code, outcome.json["error"]["code"]) == (2, "already-quantized")
         assert not (tmp_path / "q").exists()
+
+
+def test_a_dialect_of_one_format_holds_no_second(tmp_path: Path) -> None:
+    """Quark's record knows one scheme: MXFP4 that lies transposed does not stay beside NVFP4."""
+    tensors: dict[str, Tensor] = {}
+    for module in MODULES:
+        turn = -1 if module.endswith("o_proj") else 1
+        tensors[f"{module}.weight"] = codes("U8", 64, 32)
+        tensors[f"{module}.weight_scale"] = codes("U8", *(64, 2)[::turn])
+    scheme = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1}
+    scheme |= {"scale_format": "e8m0", "is_dynamic": False}
+    record = {"quant_method": "quark", "global_quant_config": {"weight": scheme}, "exclude": []}
+    config = {**LLAMA, "quantization_config": record}
+    source = write_checkpoint(tmp_path / "m", {"model.safetensors": tensors}, config)
+    words = ("quantize", source, "--dialect", "quark", "--exclude", "*o_proj", "--format")
+    done(*words, "mxfp4", "-o", tmp_path / "same")
+    four = ("nvfp4", "--activations", "4", "--input-scale", "1", "-o", tmp_path / "q")
+    assert run(*words, *four).code == 2
+    assert not (tmp_path / "q").exists()
