@@ -48,10 +48,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from fp4convert.calibration.imatrix import is_imatrix, open_imatrix
 from fp4convert.calibration.statistics import AGAIN, Calibration, parse_note
 from fp4convert.errors import InputError
 from fp4convert.storage.disk import hash_file, open_regular
+from fp4convert.storage.gguf import is_imatrix
 from fp4convert.storage.json_text import parse_json_object, read_text_file
 from fp4convert.storage.safetensors import SafetensorsFrame, TensorRef, read_header
 
@@ -84,6 +84,8 @@ def open_calibration(path: Path | str) -> Calibration:
         with open_regular(path) as stream:
             head = stream.read(8)
             if is_imatrix(head):
+                from fp4convert.calibration.imatrix import open_imatrix
+
                 return open_imatrix(path)
         is_index = head.startswith(b"{") and b"\0" not in head
         text = read_text_file(path).encode() if is_index else b""

@@ -28,12 +28,17 @@ from fp4convert.checkpoint.dialects.gguf import STACK
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import Float32s
 from fp4convert.storage.disk import hash_file, open_regular
-from fp4convert.storage.gguf import EXPERT_NUMBER, GgufFrame, gguf_package, read_gguf_header
+from fp4convert.storage.gguf import (
+    EXPERT_NUMBER,
+    LONGEST_NAME,
+    GgufFrame,
+    gguf_package,
+    read_gguf_header,
+)
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 
-MAGIC, KIND = b"GGUF", "imatrix"
+KIND = "imatrix"
 SQUARES, SUMS, COUNTS = ".input_sq_mean", ".in_sum2", ".counts"
-LONGEST_NAME = 512
 REORDERED = "blk.{bid}.ssm_out"  # columns, for some families
 LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 NEXT = "Make it again: llama-imatrix -m MODEL.gguf -f TEXT -o imatrix.gguf."
@@ -93,19 +98,13 @@ def _names() -> dict[str, list[str]]:
     return found
 
 
-def is_imatrix(head: bytes) -> bool:
-    """Tell by its first bytes whether a file may be an importance matrix."""
-    entries, length = struct.unpack("<ii", head.ljust(8, b"\0")[:8])
-    return head[:4] == MAGIC or (entries > 0 and 0 < length <= LONGEST_NAME)
-
-
 def open_imatrix(path: Path) -> Imatrix:
     """Open an importance matrix of either kind.
 
     Raises  InputError where it is something else, or damaged
     """
     with open_regular(path) as stream:
-        find = _parts_of_gguf if stream.read(4) == MAGIC else _parts_of_dat
+        find = _parts_of_gguf if stream.read(4) == b"GGUF" else _parts_of_dat
     try:
         refs = {ref.name: ref for ref in find(path)}
     except (struct.error, ValueError) as error:

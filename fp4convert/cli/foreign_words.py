@@ -71,6 +71,7 @@ COMMANDS = {  # ours: theirs
 REMARKS = {
     "--format": "Its words are nvfp4, mxfp4, fp8 and mxfp8.",
     "--calibration": "fp4convert calibrate makes the file that it takes; so does llama-imatrix.",
+    "--dialect": "vLLM and SGLang read compressed-tensors and modelopt.",
 }
 
 

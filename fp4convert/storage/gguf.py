@@ -42,6 +42,7 @@ EXPERT_NUMBER = re.compile(r"(?<=experts)\.(\d+)(?=\.)")  # in the name of a mod
 MOST_BLOCKS = 1000  # of a model: ten times what any has
 _FIRST_NBYTES = 32 << 10  # of a file that is elsewhere
 _LIMIT = 1 << 30  # bytes before the tensors; the longest vocabularies need some 20 MB
+LONGEST_NAME = 512  # in an importance matrix of the old kind
 FOUR_BIT = ("MXFP4", "NVFP4")
 FILE_TYPE, SPLIT = "general.file_type", "split."  # keys
 SHAPE = "comfy.gguf.orig_shape."  # before a tensor's name: its shape, where rows were too short
@@ -147,6 +148,12 @@ def _file_type(kind: str) -> int | None:
     words = {f"MOSTLY_{kind}", f"MOSTLY_{kind}_MOE", f"ALL_{kind}"}
     every = gguf_package().LlamaFileType
     return next((int(one) for one in every if one.name in words), None)
+
+
+def is_imatrix(head: bytes) -> bool:
+    """Tell by its first bytes whether a file may be an importance matrix."""
+    entries, length = struct.unpack("<ii", head.ljust(8, b"\0")[:8])
+    return head[:4] == _MAGIC or (entries > 0 and 0 < length <= LONGEST_NAME)
 
 
 def read_gguf_header(path: Path) -> Header:
