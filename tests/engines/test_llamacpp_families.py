@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import llamacpp_families
 import pytest
 from checkpoints import done
 from llamacpp_models import read_gguf, runs_llamacpp
+from paths import ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 # No file that runs was made: embeddings, diffusion models, and a graph that ends without a word.
@@ -35,3 +37,13 @@ def test_engine_runs_a_family_whose_matrices_are_narrowed(family: str, tmp_path:
         kinds = {tensor.tensor_type.name for tensor in read_gguf(made).values()}
         assert {"F32", {"fp16": "F16"}.get(word, word.upper())} <= kinds
         assert runs_llamacpp(made), word
+
+
+def test_the_row_names_the_families_that_ran() -> None:
+    """But those of the general row, and two that are read by other means."""
+    rows = tomllib.loads((ROOT / "configs" / "engines" / "llama.cpp.toml").read_text("utf-8"))[
+        "row"
+    ]
+    one, general = (row for row in rows if row.get("ran"))
+    others = {*general["ran"], "llama-embed", "deepseek2-ocr"}
+    assert one["ran"] == one["models"] == [each for each in FAMILIES if each not in others]
