@@ -186,7 +186,7 @@ class Cpu:
         group_amax: float,
         importance: Float32s | None = None,
     ) -> Float32s:
-        """Round to blocks that no engine reads, NVFP4 of 32 or 64, MXFP4 of 16 or 64.
+        """Round to blocks that no engine reads: NVFP4 32 or 64, MXFP4 16 or 64.
 
         Returns the values: equals codec.dequantize of codec.quantize
         """
