@@ -89,34 +89,9 @@ def find_harmed(
     if gone and folder.elsewhere:
         folder.hashes |= dict.fromkeys(folder.elsewhere.find_lost(gone), "")
     unread = sorted(sizes.keys() - folder.hashes.keys(), key=lambda file: (-sizes[file], file))
-    is_over = threading.Event()
-
-    def report(file: str, nbytes: int) -> None:
-        phases.report(file, nbytes)
-        if is_over.is_set():
-            raise OSError("nobody waits for it")
-
-    def open_shard(file: str) -> BinaryIO:
-        return open_regular(folder.root / file)
-
-    waiting, threads = iter(unread), processors()
-    lanes = 2 if len(unread) > threads else 1
-
-    def read_some(thread: int) -> dict[str, str]:
-        """Hash files until none waits; "" for one that is gone or unreadable."""
-        read = hash_each(waiting, open_shard, OSError, report, lanes)
-        return {file: found if isinstance(found, str) else "" for file, found in read}
-
     if unread:
         phases.begin("check", sum(sizes[file] for file in unread))
-        with ThreadPoolExecutor(threads) as pool:
-            try:
-                for found in pool.map(read_some, range(threads)):
-                    folder.hashes |= found
-            except BaseException:
-                list(waiting)  # no thread begins another one
-                is_over.set()
-                raise
+        folder.hashes |= _hash_all(folder.root, unread, phases)
 
     def is_sound(file: str, sha256: str) -> bool:
         found = folder.hashes[file]
@@ -128,6 +103,37 @@ def find_harmed(
         if done and all(is_sound(*each) for each in done.files.items())
     }
     return [task for task in folder.manifest.tasks if task.key not in sound]
+
+
+def _hash_all(root: Path, files: list[str], phases: Phases) -> dict[str, str]:
+    """Hash files with all cores; "" for one that is gone or unreadable.
+
+    Such a one is written again.
+    """
+    is_over, threads = threading.Event(), processors()
+    waiting, lanes = iter(files), 2 if len(files) > threads else 1
+    hashes: dict[str, str] = {}
+
+    def report(file: str, nbytes: int) -> None:
+        phases.report(file, nbytes)
+        if is_over.is_set():
+            raise OSError("nobody waits for it")
+
+    def open_file(file: str) -> BinaryIO:
+        return open_regular(root / file)
+
+    def read_some(thread: int) -> None:
+        for file, found in hash_each(waiting, open_file, OSError, report, lanes):
+            hashes[file] = found if isinstance(found, str) else ""
+
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            list(pool.map(read_some, range(threads)))
+        except BaseException:
+            list(waiting)  # no thread begins another one
+            is_over.set()
+            raise
+    return hashes
 
 
 def find_edited(folder: OutputFolder) -> list[str]:

@@ -6,7 +6,6 @@ instructions hashlib does it all.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ import numpy as np
 
 from fp4convert.process import cpu_library
 from fp4convert.storage.disk import read_blocks
+from fp4convert.storage.system import hash_blocks
 
 BEGIN = (  # FIPS 180-4, 5.3.3
     *(0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A),
@@ -106,13 +106,8 @@ def _run(*parts: Part) -> int:
     """Hash as many whole blocks as all parts have; return their bytes."""
     blocks = min(flat.nbytes for _, flat in parts) // BLOCK_NBYTES
     if blocks:
-        pointers = [
-            ctypes.c_void_p(array.ctypes.data)
-            for digest, flat in parts
-            for array in (digest._state, np.frombuffer(flat, np.uint8))
-        ]
-        none = [None] * (4 - len(pointers))
-        cpu_library().sha256_blocks(*pointers, *none, ctypes.c_int64(blocks))
+        streams = [(digest._state, np.frombuffer(flat, np.uint8)) for digest, flat in parts]
+        hash_blocks([array.ctypes.data for both in streams for array in both], blocks)
     return blocks * BLOCK_NBYTES
 
 

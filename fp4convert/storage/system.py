@@ -12,10 +12,12 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import cast
+
+from fp4convert.process import cpu_library
 
 AS_BYTES: int = getattr(os, "O_BINARY", 0)  # Windows: keep line ends
 _NOT_A_LINK: int = getattr(os, "O_NOFOLLOW", 0)
@@ -101,3 +103,14 @@ def most_files() -> int:
     except ImportError:
         return _FEW_FILES
     return max(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 0)
+
+
+def hash_blocks(addresses: Sequence[int], blocks: int) -> None:
+    """Hash blocks of one stream or of two by kernels/sha256.c.
+
+    addresses  of the state and of the bytes of each stream
+    """
+    import ctypes
+
+    pointers = [*map(ctypes.c_void_p, addresses), None, None][:4]
+    cpu_library().sha256_blocks(*pointers, ctypes.c_int64(blocks))

@@ -243,6 +243,26 @@ def test_fp16_holds_65504_and_nothing_beyond(cpus: Cpus, fmt: Format) -> None:
             assert (refused.value.code, refused.value.exit_code) == ("fp16-overflow", 2)
 
 
+@EVERY_DTYPE
+@pytest.mark.parametrize("rule", MXFP4.scale_rules)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan, -np.nan])
+def test_mxfp4_refuses_what_is_not_finite_in_one_pass(
+    cpus: Cpus, dtype: str, rule: str, bad: float
+) -> None:
+    """Scales of finite values tell that nothing has to be looked at again."""
+    x, importance = PLAIN["extremes"](dtype, 64, 64), importance_for(rule, 64)
+    given = Given(importance=() if importance is None else (importance,))
+    for cpu in cpus.values():
+        weights = InMemory(matrix(x, dtype))
+        assert list(cpu.quantize_group([weights], [weights], MXFP4, rule, given))
+        for place in range(0, 32, 5):
+            wrong = x.copy()
+            wrong[33, place] = bad
+            weights = InMemory(matrix(wrong, dtype))
+            with pytest.raises(NumericError, match="NaN or Inf"):
+                list(cpu.quantize_group([weights], [weights], MXFP4, rule, given))
+
+
 @pytest.mark.parametrize(
     ("scales", "stored"), [(b"\x7f\x7e", 1e6), (b"\xfe\x38", 100.0)], ids=["nan", "negative"]
 )

@@ -27,7 +27,7 @@ from fp4convert.numerics.codec import (
     global_scale_of,
     weigh,
 )
-from fp4convert.numerics.formats import CODES, ROW_SUMS, Format, check_rule
+from fp4convert.numerics.formats import CODES, E8M0_STORED_MAX, ROW_SUMS, Format, check_rule
 from fp4convert.numerics.fp8_int import Grid, amax_fp8, decode_fp8, grid_shape
 from fp4convert.numerics.matrices import (
     PANEL_ELEMENTS,
@@ -95,9 +95,12 @@ class Cpu:
         for number, weights in enumerate(members):
             importance = given.importance[number] if given.importance else None
             for panel in _panels(weights):
-                if is_in_one_pass and not given.is_own:
-                    given.note(number, check_finite(self.amax(panel)))
                 q = self.quantize(panel, fmt, rule, group_amax, importance)
+                # MXFP4 gives Inf and NaN its largest scales, but for those of fp16.
+                largest = _held(q.block_scales, (-1,)).max(initial=0)
+                is_open = panel.dtype == "F16" or largest >= E8M0_STORED_MAX
+                if is_in_one_pass and not given.is_own and (is_open or given.amax is not None):
+                    given.note(number, check_finite(self.amax(panel)))
                 yield number, replace(q, compared=self.compare(panel, q))
 
     def group_amax(self, measured: Sequence[Weights]) -> float:
@@ -183,7 +186,7 @@ class Cpu:
         group_amax: float,
         importance: Float32s | None = None,
     ) -> Float32s:
-        """Round to blocks that no engine reads, NVFP4 of 32 or 64, MXFP4 of 16 or 64.
+        """Round to blocks that no engine reads: NVFP4 32 or 64, MXFP4 16 or 64.
 
         Returns the values: equals codec.dequantize of codec.quantize
         """
@@ -278,10 +281,7 @@ class Cpu:
         return Matrix(turned.data, stored.dtype, (len(columns), rows))
 
     def count_bytes(self, stored: memoryview | Bytes) -> NDArray[np.int64]:
-        """Count how often each byte of contiguous data occurs: (256,) int64.
-
-        Defined by tests/kernels/test_scale_variance.py, and so in no Backend.
-        """
+        """Count how often each byte of contiguous data occurs: (256,) int64."""
         counts, flat = np.zeros(256, np.int64), np.frombuffer(stored, np.uint8)
         self._call("count_bytes", flat, flat.size, counts)
         return counts
@@ -291,7 +291,7 @@ class Cpu:
     ) -> tuple[Doubles, float]:
         """Sum the cells of a matrix: (runs and PERIODS, CELL_WIDTHS, 3) float64.
 
-        kernels/scale_variance.c says how; in no Backend, as count_bytes.
+        tests/kernels/test_scale_variance.py defines it and count_bytes.
         codes    (rows, blocks) uint8: each is one of the values less their mean; not finite: 0
         values   (256,) float64
         runs     how many rows a cell has, each >= 1
