@@ -144,7 +144,7 @@ architectures: $(VENV)/test.stamp .venv-architectures/architectures.stamp
 # Builds docs/ as a site in build/site, in an environment of its own, with the pages that are made of the code alone (options, errors,
 # findings, engines, modules, gallery); fails where a link leads nowhere.
 site: .venv-site/site.stamp $(VENV)/test.stamp
-	$(BIN)/python -W ignore docs/reference.py build/reference
+	TQDM_DISABLE=1 TRANSFORMERS_VERBOSITY=error $(BIN)/python -W ignore docs/reference.py build/reference
 	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict --quiet
 	@echo "See: build/site/index.html"
 

@@ -111,6 +111,13 @@ def quantize_tensor(
     if global_amax is not None:
         chosen = _check_amax(global_amax, fmt, Cpu().amax(weights.matrix))
     given = Given(chosen, () if moments is None else (moments,))
+    return _quantize_here(weights, fmt, rule, given, layout)
+
+
+def _quantize_here(
+    weights: InMemory, fmt: Format, rule: str, given: Given, layout: Layout
+) -> Quantized:
+    """Quantize on the CPU, panel by panel, into memory of its own."""
     rows, columns = weights.shape
     packed = np.empty(rows * columns // 2, np.uint8)
     block_scales = np.empty(rows * columns // fmt.block_size, np.uint8)

@@ -176,7 +176,7 @@ class Quantized(Canonical[memoryview]):
         return _revived, (self.format.name, self.shape, bits, stored)
 
     def shaped(self) -> Quantized:
-        """Return the same bytes as matrices: (rows, columns / 2) and (rows, blocks)."""
+        """Shape parts as matrices: (rows, columns / 2) and (rows, blocks)."""
         rows = self.shape[0]
         packed, scales = (
             part.cast("B", (rows, part.nbytes // rows)) for part in (self.packed, self.block_scales)

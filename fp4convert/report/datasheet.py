@@ -123,8 +123,7 @@ def make_datasheet(
     if loss := _loss(errors, usual, evaluated):
         words = f"{words}; {loss}" if is_good is False else f"{loss}; {words}"
     forms = described.get("forms", [described])
-    lossy = (at for at, error in enumerate(errors) if error.mse != 0)
-    worst = sorted(lossy, key=lambda at: badness(errors[at].sqnr_db, errors[at].mse))[:WORST]
+    worst = _find_worst(errors)
     shown = _tensors(artifact, errors, worst)
     names = shown["tensors"]["name"]  # where tensors share rows, the last are those of the worst
     is_merged = "count" in shown["tensors"]
@@ -148,6 +147,12 @@ def make_datasheet(
         "producer": f"fp4convert {__version__}",
     }
     return {key: make_visible(value) for key, value in document.items()}
+
+
+def _find_worst(errors: Sequence[TensorError]) -> list[int]:
+    """Find the tensors that lost most, by place."""
+    lossy = (at for at, error in enumerate(errors) if error.mse != 0)
+    return sorted(lossy, key=lambda at: badness(errors[at].sqnr_db, errors[at].mse))[:WORST]
 
 
 def _loss(
@@ -299,10 +304,17 @@ def _tensors(artifact: Artifact, errors: Sequence[TensorError], worst: Sequence[
         flat += (number_of[stack, key] for key in (None, layer, module))
         flat.append(expert)
 
-    usual = artifact.forms[0]
     if is_merged:
         groups += [(errors[at].name, [at]) for at in worst]
         flat += [-1] * 4 * len(worst)
+    return {"stacks": stacks, "places": flat, "tensors": _columns(artifact, errors, groups)}
+
+
+def _columns(
+    artifact: Artifact, errors: Sequence[TensorError], groups: Sequence[tuple[str, list[int]]]
+) -> Document:
+    """Return figures of groups by columns; with "count" if any has several."""
+    usual = artifact.forms[0]
     packed = (artifact.packed.get(errors[at].name.removesuffix(WEIGHT)) for _, (at, *_) in groups)
     tensors: Document = {
         "name": [label for label, _ in groups],
@@ -312,14 +324,14 @@ def _tensors(artifact: Artifact, errors: Sequence[TensorError], worst: Sequence[
         known = ([getattr(errors[at], key) for at in group] for _, group in groups)
         figures = ([value for value in values if value is not None] for values in known)
         tensors[key] = [round_figure(merge(values)) if values else None for values in figures]
-    if is_merged:
+    if any(len(group) > 1 for _, group in groups):
         tensors["count"] = [len(group) for _, group in groups]
         losses = ([errors[at].sqnr_db for at in group] for _, group in groups)
         tensors["least"] = [
             round_figure(min((value for value in values if value is not None), default=None))
             for values in losses
         ]
-    return {"stacks": stacks, "places": flat, "tensors": tensors}
+    return tensors
 
 
 def _worst(
