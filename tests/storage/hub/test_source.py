@@ -26,6 +26,8 @@ def test_a_dry_run_tells_the_same(hub, folder):
     # Our record names the repository and its commit, in quotation marks where "null" was.
     named = len('"org/m"') + len('"') * 2 + 40 - 2 * len("null")
     assert remote.pop("output_bytes") - local.pop("output_bytes") == named
+    # On its way the record lies in the plan, too.
+    assert remote.pop("peak_disk_bytes") - local.pop("peak_disk_bytes") == 2 * named
     measured = remote.pop("seconds_estimated"), local.pop("seconds_estimated")
     assert measured[0]["reading"] == measured[1]["reading"]
     assert remote == local
