@@ -16,7 +16,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import fp4convert
 from fp4convert.checkpoint.record import OPTIONS
 from fp4convert.quality.found_artifact import hash_in
 from fp4convert.storage.checkpoint_files import (
@@ -120,7 +119,7 @@ def _tool_digest() -> dict[str, str]:
 
     dirHash  as the specification of DigestSet says, of the folder fp4convert
     """
-    root = Path(fp4convert.__file__).parent
+    root = Path(__file__).parents[1]
     files = (path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     hashes = {f"{root.name}/{path.relative_to(root).as_posix()}": hash_file(path) for path in files}
     lines = "".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes, key=str.encode))
