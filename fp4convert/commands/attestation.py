@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -90,19 +91,20 @@ def _check_places(folder: Path, key: Path, is_forced: bool) -> None:
 
 def _state_derivation(folder: Path, record: Mapping[str, Any], reference: Reference) -> None:
     """Write derivation.json; InputError for a record without options."""
-    from fp4convert.quality.derivation import derivation_text
+    from fp4convert.quality.derivation import make_statement
 
-    origin, options = record.get("source") or {}, record.get(OPTIONS)
-    if not isinstance(options, dict) or not isinstance(origin, dict):
+    origin, options = record.get("source"), record.get(OPTIONS)
+    if not isinstance(origin, dict) or not isinstance(options, dict):
         detail = f"{folder}: its {RECORD} does not say by which options it was made"
         raise InputError("not-reproducible", detail, "Leave --source out.")
     name = os.fspath(reference)
     revision = None if os.path.exists(name) else origin.get("revision")
     source = open_source(name, Access(revision=revision, subfolder=options.get("subfolder")))
     with stopping(source):
-        text = derivation_text(record, hash_file(folder / RECORD), source)
+        statement = make_statement(record, hash_file(folder / RECORD), source)
     source.stop()
-    replace_file(folder / DERIVATION, text.encode())
+    text = json.dumps(statement, indent=1, ensure_ascii=False)
+    replace_file(folder / DERIVATION, f"{text}\n".encode())
 
 
 def _open_whole(folder: Path) -> Any:

@@ -28,7 +28,12 @@ from fp4convert.options.writing import QuantizeOptions
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.quality.derivation import find_disagreements
-from fp4convert.quality.found_artifact import find_artifact, first_difference, hash_in
+from fp4convert.quality.found_artifact import (
+    FoundArtifact,
+    find_artifact,
+    first_difference,
+    hash_in,
+)
 from fp4convert.recipes.options import declared_in
 from fp4convert.storage.checkpoint_files import (
     DERIVATION,
@@ -40,6 +45,7 @@ from fp4convert.storage.checkpoint_files import (
 from fp4convert.storage.disk import hash_file, temporary_folder
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.open import GGUF_FILE, REPOSITORY
+from fp4convert.storage.source import Source
 
 
 @keeping_nothing()
@@ -83,11 +89,7 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
     for file in (*(expected.keys() - found.keys()), *others, *artifact.added):
         differing.setdefault(file, None)
     words = _differing_keys(record, made)
-    doubts = None
-    if (stated := artifact.read(DERIVATION)) is not None:
-        text = artifact.read(RECORD) or b""
-        sha256 = hashlib.sha256(text).hexdigest()
-        doubts = [*find_disagreements(stated, record, sha256, work.source)]
+    doubts = _find_doubts(artifact, work.source)
     return {
         "artifact": os.fspath(options.artifact),
         "source": os.fspath(asked.source),
@@ -106,6 +108,14 @@ def reproduce(options: ReproduceOptions) -> dict[str, Any]:
         "reproduced": not (differing or words or doubts),
         "seconds": round(time.monotonic() - started, 3),
     }
+
+
+def _find_doubts(artifact: FoundArtifact, source: Source) -> list[str] | None:
+    """List what of an artifact's derivation.json is false; None without one."""
+    if (stated := artifact.read(DERIVATION)) is None:
+        return None
+    sha256 = hashlib.sha256(artifact.read(RECORD) or b"").hexdigest()
+    return [*find_disagreements(stated, artifact.record, sha256, source)]
 
 
 def _expected_hashes(options: ReproduceOptions, record: Mapping[str, Any]) -> dict[str, str]:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import fp4convert
 from fp4convert.checkpoint.record import OPTIONS
-from fp4convert.errors import InputError
 from fp4convert.quality.found_artifact import hash_in
 from fp4convert.storage.checkpoint_files import (
     CONFIG,
@@ -36,103 +35,83 @@ from fp4convert.version import __version__
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://slsa.dev/provenance/v1"
 TOOL = "pkg:pypi/fp4convert"  # a package URL, without the version
+BUILD = ("predicate", "buildDefinition")
+GIVEN = (*BUILD, "externalParameters")
+PARTS = {  # of a statement, by the words for people
+    "kind of statement": ("predicateType",),
+    "files of the artifact": ("subject",),
+    "repository or commit": (*GIVEN, "source"),
+    OPTIONS: (*GIVEN, OPTIONS),
+    "version of fp4convert": ("predicate", "runDetails"),
+    "files of the source": (*BUILD, "resolvedDependencies"),
+}
 
 
-def derivation_text(record: Mapping[str, Any], record_sha256: str, source: Source) -> str:
-    """Write the statement of an artifact with that record, made from a source.
+def make_statement(record: Mapping[str, Any], record_sha256: str, source: Source) -> dict[str, Any]:
+    """Make the statement of an artifact with that record, made from a source.
 
     source  its files are hashed, but for large ones of the Hub, which knows their hashes
     """
-    origin = _origin(record)
-    uri = "{repo}@{revision}/".format(**origin) if origin["repo"] else ""
-    read: list[dict[str, Any]] = [
-        {"name": file, "uri": f"hf://{uri}{file}" if uri else file, "digest": {"sha256": sha256}}
-        for file, sha256 in sorted(_source_hashes(source).items())
-    ]
-    maker = _maker(record)
-    if maker == __version__:  # else another package made it
-        read.append({"name": "fp4convert", "uri": f"{TOOL}@{maker}", "digest": _tool_digest()})
-    external = {"source": origin, **{key: record.get(key) for key in ("format", OPTIONS)}}
-    statement = {
+    origin = {key: _entry(record, "source").get(key) for key in ("repo", "revision")}
+    begin = "hf://{repo}@{revision}/".format(**origin) if origin["repo"] else ""
+    version = _entry(record, "producer").get("version")
+    made = recorded_hashes(record) | {RECORD: record_sha256}
+    read = [one | {"uri": begin + one["name"]} for one in _described(_source_hashes(source))]
+    if version == __version__:  # else another package made it
+        read.append({"name": "fp4convert", "uri": f"{TOOL}@{version}", "digest": _tool_digest()})
+    given = {"source": origin, "format": record.get("format"), OPTIONS: record.get(OPTIONS)}
+    return {
         "_type": STATEMENT,
-        "subject": [
-            {"name": file, "digest": {"sha256": sha256}}
-            for file, sha256 in sorted(_subjects(record, record_sha256).items())
-        ],
+        "subject": _described(made),
         "predicateType": PREDICATE,
         "predicate": {
             "buildDefinition": {
                 "buildType": f"{TOOL}#quantize",
-                "externalParameters": external,
+                "externalParameters": given,
                 "resolvedDependencies": read,
             },
-            "runDetails": {"builder": {"id": f"{TOOL}@{maker}", "version": {"fp4convert": maker}}},
+            "runDetails": {
+                "builder": {"id": f"{TOOL}@{version}", "version": {"fp4convert": version}}
+            },
         },
     }
-    return json.dumps(statement, indent=1, ensure_ascii=False) + "\n"
 
 
 def find_disagreements(
     data: bytes, record: Mapping[str, Any], record_sha256: str, source: Source
 ) -> Iterator[str]:
-    """Name what of a statement is not so, of the artifact, its record and the source.
-
-    Raises  InputError for another kind of file
-    """
-    statement: Any = parse_json_object(data, DERIVATION)
-    try:
-        if (statement["_type"], statement["predicateType"]) != (STATEMENT, PREDICATE):
-            raise ValueError("it is of another type")
-        subjects = _digests(statement["subject"])
-        build = statement["predicate"]["buildDefinition"]
-        read = [one for one in build["resolvedDependencies"] if TOOL not in one["uri"]]
-        external, sources = build["externalParameters"], _digests(read)
-        origin, options = external["source"], external[OPTIONS]
-        maker = statement["predicate"]["runDetails"]["builder"]["id"]
-    except (KeyError, TypeError, ValueError) as error:
-        detail = f"{DERIVATION} is no statement of a derivation: {error}"
-        raise InputError("bad-derivation", detail) from None
-    if subjects != _subjects(record, record_sha256):
-        yield "files of the artifact"
-    if json.dumps(options, sort_keys=True) != json.dumps(record.get(OPTIONS), sort_keys=True):
-        yield OPTIONS
-    if origin != _origin(record):
-        yield "repository or commit"
-    if maker != f"{TOOL}@{_maker(record)}":
-        yield "version of fp4convert"
-    if sources != _source_hashes(source):
-        yield "files of the source"
+    """Name the parts of a statement that artifact, record and source deny."""
+    stated = parse_json_object(data, DERIVATION)
+    truth = make_statement(record, record_sha256, source)
+    for words, path in PARTS.items():
+        if _part(stated, path) != _part(truth, path):
+            yield words
 
 
-def _digests(entries: list[dict[str, Any]]) -> dict[str, str]:
-    return {str(entry["name"]): str(entry["digest"]["sha256"]) for entry in entries}
+def _entry(record: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = record.get(key)
+    return value if isinstance(value, dict) else {}
 
 
-def _subjects(record: Mapping[str, Any], record_sha256: str) -> dict[str, str]:
-    """Return the hashes of an artifact's files, as its record has them."""
-    hashes = recorded_hashes(record).items()
-    return {file: sha256 for file, sha256 in hashes if file not in UNDIGESTED} | {
-        RECORD: record_sha256
-    }
+def _part(statement: Any, path: tuple[str, ...]) -> str:
+    """Return a part as JSON, where 1 and true differ, without the package."""
+    part = reduce(lambda at, key: at.get(key) if isinstance(at, dict) else None, path, statement)
+    listed = part if isinstance(part, list) else []
+    kept = [one for one in listed if not isinstance(one, dict) or one.get("name") != "fp4convert"]
+    return json.dumps(kept if isinstance(part, list) else part, sort_keys=True)
 
 
-def _origin(record: Mapping[str, Any]) -> dict[str, Any]:
-    known = record.get("source")
-    known = known if isinstance(known, dict) else {}
-    return {key: known.get(key) for key in ("repo", "revision")}
-
-
-def _maker(record: Mapping[str, Any]) -> str:
-    producer = record.get("producer")
-    return str(producer.get("version")) if isinstance(producer, dict) else ""
+def _described(hashes: Mapping[str, str]) -> list[dict[str, Any]]:
+    kept = sorted((file, hashes[file]) for file in hashes if file not in UNDIGESTED)
+    return [{"name": file, "digest": {"sha256": sha256}} for file, sha256 in kept]
 
 
 def _source_hashes(source: Source) -> dict[str, str]:
     """Return the hashes of weights, index, config.json and files beside them."""
     known = source.checkpoint
     files = {shard.file for shard in known.shards} | {*known.sidecars, CONFIG, *INDEXES}
-    kept = files - UNDIGESTED - {SIGNATURE}
-    return {file: hash_in(source, file) for file in sorted(kept) if source.has_file(file)}
+    files -= {SIGNATURE, *UNDIGESTED}
+    return {file: hash_in(source, file) for file in files if source.has_file(file)}
 
 
 def _tool_digest() -> dict[str, str]:
@@ -140,7 +119,7 @@ def _tool_digest() -> dict[str, str]:
 
     dirHash  as the specification of DigestSet says, of the folder fp4convert
     """
-    root = Path(fp4convert.__file__).parent
+    root = Path(__file__).parents[1]
     files = (path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     hashes = {f"{root.name}/{path.relative_to(root).as_posix()}": hash_file(path) for path in files}
     lines = "".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes, key=str.encode))

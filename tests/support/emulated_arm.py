@@ -92,9 +92,10 @@ def _fill_site(site: Path, python: str) -> None:
 
 
 def _compile(library: Path) -> None:
-    (names,) = re.findall(
-        r"^set\(leveled (.*)\)$", (ROOT / "CMakeLists.txt").read_text(), re.MULTILINE
-    )
-    files = [ROOT / "kernels" / name for name in (*names.split(), "cpu.c", "bus_errors.c")]
+    text = (ROOT / "CMakeLists.txt").read_text()
+    (leveled,) = re.findall(r"^set\(leveled (.*)\)$", text, re.MULTILINE)
+    (others,) = re.findall(r"^add_library\(cpu MODULE (.*)\)$", text, re.MULTILINE)
+    names = [*(f"kernels/{name}" for name in leveled.split()), *others.split()]
+    files = [ROOT / name for name in names]
     flags = [*FLAGS, "-DFP4_LEVEL=0", "-Wno-psabi", "-fPIC", "-shared"]
     subprocess.run([COMPILER, *flags, *files, "-o", library], check=True)

@@ -275,7 +275,7 @@ def judge(clues: Clues) -> Iterator[Finding]:
             f"config.json has no record: by {ENGINE_RECORD} alone vLLM knows no {_ALGORITHMS[16]}"
         )
         yield Finding("warning", "record-refused", None, detail)
-    sizes = {size for group in groups if (size := group.form.format.block_size)}
+    sizes = [size for group in groups if (size := group.form.format.block_size)]
     weights = [("config.json", json_object(one.get("weights"))) for one in schemes_of(record)]
     for file, each in (("config.json", record), *weights, (ENGINE_RECORD, nested)):
         if sizes and each.get("group_size", min(sizes)) not in sizes:
