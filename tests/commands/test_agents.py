@@ -66,7 +66,7 @@ def test_the_loop_accepts_a_trained_model(loop, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "build" / "real" / "packages"))
     models.smollm2(tmp_path / "m")
     judged = models.write_text("judge", tmp_path / "judged.txt").read_text("utf-8")
-    (tmp_path / "text.txt").write_text(judged[:60_000], "utf-8")
+    (tmp_path / "text.txt").write_text(judged[:16_000], "utf-8")
     loop()
     found = json.loads((tmp_path / "q.evaluation.json").read_text("utf-8"))
     assert found["grade"] == "as usual"
