@@ -188,7 +188,10 @@ def draw_merged(screen: Screen, merged: Document) -> None:
 
 
 def draw_recipes(screen: Screen, found: Document) -> None:
-    """Draw every recipe in a line, families with their models; or one recipe; or YAML."""
+    """Draw every recipe in a line, or one recipe, or YAML.
+
+    Families have their models.
+    """
     if "yaml" in found:
         for line in found["yaml"].splitlines():
             screen.unwrapped(line)

@@ -41,7 +41,7 @@ def _explain_serving(word: str) -> dict[str, Any] | None:
 
 
 def recipes(options: RecipesOptions) -> dict[str, Any]:
-    """Return one recipe, or all of them; or the variants of a family for vLLM's recipes."""
+    """Return one recipe, all of them, or variants for vLLM's recipes."""
     from fp4convert.recipes import toml_files
 
     if options.yaml or options.engine:
@@ -49,7 +49,7 @@ def recipes(options: RecipesOptions) -> dict[str, Any]:
             detail = f"--for {options.engine} and --yaml {options.yaml} for {options.name}"
             step = "For example: fp4convert recipes llama --for vllm --yaml."
             raise InputError("usage", f"{detail}; expected a family with both", step)
-        from fp4convert.engines.vllm_recipes import as_yaml, vllm_variants
+        from fp4convert.report.vllm_recipes import as_yaml, vllm_variants
 
         variants = vllm_variants(options.name)
         return {"variants": variants, "yaml": as_yaml(variants)}

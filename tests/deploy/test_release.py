@@ -42,13 +42,7 @@ options="-o APT::Architecture=arm64 -o APT::Architectures::=arm64 -o Dir::State=
 apt-get $options update
 apt-get $options install --yes --no-install-recommends --download-only {PACKAGES}
 for package in cache/archives/*.deb; do dpkg -x $package root; done"""
-PLATFORMS = (
-    "manylinux2014",
-    "manylinux_2_17",
-    "manylinux_2_26",
-    "manylinux_2_27",
-    "manylinux_2_28",
-)
+PLATFORMS = ("2014", "_2_17", "_2_26", "_2_27", "_2_28")  # that an ARM machine of today takes
 QUANTIZE = ("quantize", "m", "--format", "nvfp4", "--json", "-o")
 
 
@@ -68,12 +62,16 @@ class Index(NamedTuple):
     folder: Path
     digest: str  # of the model's artifact, by this checkout
 
-    def convert(self, name: str, words: str, *more: object, **variables: str) -> None:
+    def convert(self, name: str, words: str, **variables: str) -> None:
         """Run the command that begins with these words as somebody who has nothing yet."""
-        home = self.folder / f"{name}-home"
-        command = [*words.format(index=self.url).split(), *map(str, (*more, *QUANTIZE, name))]
+        command = [*words.format(index=self.url).split(), *QUANTIZE, name]
         kept = {key: value for key, value in os.environ.items() if "CERT" in key}
-        known = {"HOME": str(home), "PATH": f"{TOOLS}:/usr/bin:/bin", **kept, **variables}
+        known = {
+            "HOME": f"{self.folder}/home-{name}",
+            "PATH": f"{TOOLS}:/usr/bin:/bin",
+            **kept,
+            **variables,
+        }
         made = subprocess.run(
             command, cwd=self.folder, env=known, stdout=subprocess.PIPE, check=True
         )
@@ -125,11 +123,9 @@ def test_what_is_uploaded_is_named_for_every_machine(dist):
     assert "pip install fp4convert" in (dist.parent / "README.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize(
-    "words", ["uvx --index-url {index} fp4convert", "pipx run --index-url {index} fp4convert"]
-)
-def test_one_line_converts_where_nothing_is(index, words):
-    index.convert(words.split()[0], words)
+@pytest.mark.parametrize("way", ["uvx", "pipx run"])
+def test_one_line_converts_where_nothing_is(index, way):
+    index.convert(way, f"{way} --index-url {{index}} fp4convert")
 
 
 @pytest.mark.parametrize("way", ["wheel", "source"])
@@ -152,7 +148,7 @@ def test_the_wheel_for_arm_is_installed_and_makes_the_same_bytes(index, tmp_path
     """By pip's own choice for an ARM machine; in Debian's Python for it, under an emulator."""
     assert shutil.which("qemu-aarch64"), "qemu-aarch64 is missing: make system installs it"
     bash(UNPACK, tmp_path)
-    platforms = " ".join(f"--platform {name}_aarch64" for name in PLATFORMS)
+    platforms = " ".join(f"--platform manylinux{each}_aarch64" for each in PLATFORMS)
     only = f"--only-binary=:all: --python-version 3.11 --implementation cp {platforms}"
     bash(f"python -m pip install --target arm --index-url {index.url} {only} fp4convert", tmp_path)
     root = tmp_path / "root"

@@ -131,18 +131,6 @@ def make_bare(folder: Path) -> tuple[Path, list[str | Path]]:
     return venv, [*pip, "install", "--quiet"]
 
 
-@pytest.mark.slow
-def test_wheel_works_in_an_environment_without_a_compiler(wheel, tmp_path):
-    """What it depends on is found where it is installed here; what is installed here of ours is
-    not.
-    """
-    venv, install = make_bare(tmp_path)
-    subprocess.run([*install, "--no-deps", "--no-index", wheel], check=True)
-    (site,) = (venv / "lib").glob("python*/site-packages")
-    (site / "dependencies.pth").write_text(str(Path(numpy.__file__).parents[1]))
-    check_bare(venv, tmp_path)
-
-
 @pytest.mark.system
 def test_a_plain_install_is_small_and_does_all_that_needs_no_extra(wheel, tmp_path):
     """As `pip install` has it, from an index."""

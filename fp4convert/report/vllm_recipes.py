@@ -1,7 +1,8 @@
-"""Write variants for the recipes of vLLM, github.com/vllm-project/recipes: models/ORG/NAME.yaml.
+"""Write variants of a family for the recipes of vLLM.
 
-A variant has model_id, precision, description and vram_minimum_gb there (CONTRIBUTING.md).  Memory
-depends on the checkpoint, so that the last is left out, which that site reads as "fits".
+They stand in models/ORG/NAME.yaml of github.com/vllm-project/recipes, and have model_id, precision,
+description and vram_minimum_gb there (CONTRIBUTING.md).  Memory depends on the checkpoint, so that
+the last is left out, which that site reads as "fits".
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ def _loaded(model: str) -> Iterator[tuple[Preset, str, str]]:
 
 
 def as_yaml(variants: Variants) -> str:
-    """Return variants as that file has them; strings of JSON are strings of YAML."""
+    """Write variants as that file has them.
+
+    Strings of JSON are strings of YAML.
+    """
     lines = ["variants:"]
     for key, variant in variants.items():
         lines.append(f"  {key}:")
