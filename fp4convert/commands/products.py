@@ -71,7 +71,7 @@ def multiply_tensor(
 
 
 def _check_batch(batch: list[Any]) -> int | None:
-    """Return the number of their GPU; None on the CPU, where parts become flat."""
+    """Return the number of their GPU; None on the CPU, with flat parts."""
     if not batch:
         raise InputError("gemv-shape", "no matrix is given; expected one or more")
     places: dict[int | None, str] = {}

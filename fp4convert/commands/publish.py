@@ -236,7 +236,7 @@ def _publish(work: Work, settings: Settings) -> Result:
 
 
 def add_signatures(folder: Path, files: dict[str, str], artifacts: Iterable[str]) -> dict[str, str]:
-    """Add the signatures beside the files, if any, and the card and statement they sign.
+    """Add the signatures beside the files, and card and statement they sign.
 
     artifacts  folders of artifacts in it; "" for itself
     Raises     InputError for a signature of other files than those beside it

@@ -67,7 +67,7 @@ def fit_options(options: QuantizeOptions) -> QuantizeOptions:
 
 
 def _as_nbytes(card: float | str) -> int:
-    """Return the bytes of 24, "24GB", "24 GiB" or "rtx3090"; InputError for others."""
+    """Return the bytes of 24, "24GB", "24 GiB" or "rtx3090"; else raise."""
     if gpu := find_gpu(str(card)):
         return gpu.memory * 10**9
     match = _SIZE.fullmatch(str(card))

@@ -115,7 +115,7 @@ def _source_hashes(source: Source) -> dict[str, str]:
 
 
 def _tool_digest() -> dict[str, str]:
-    """Return digests of this package: of its files, and of its wheel if pip noted that.
+    """Return digests of this package: its files, its wheel if pip noted it.
 
     dirHash  as the specification of DigestSet says, of the folder fp4convert
     """

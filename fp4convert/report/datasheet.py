@@ -57,6 +57,8 @@ from fp4convert.version import __version__
 WORST = 6  # tensors with histograms
 # Bytes for rows of tensors in a page of 200 kB, and of a row's figures beside its name.
 ROOM, ROW = 135_000, 90
+# Of codes, without their sign.
+MAGNITUDES = [f"{value:g}" for value in decode_e2m1(np.arange(8, dtype=np.uint8))]
 SHARED = " Tensors share rows here, experts of a layer first; verify --json has each."
 MERGED: dict[str, Callable[[list[float]], float]] = {  # figures of rows of several tensors
     "sqnr_db": fmean,
@@ -125,9 +127,7 @@ def make_datasheet(
     forms = described.get("forms", [described])
     worst = _find_worst(errors)
     shown = _tensors(artifact, errors, worst)
-    names = shown["tensors"]["name"]  # where tensors share rows, the last are those of the worst
     is_merged = "count" in shown["tensors"]
-    rows = range(len(names) - len(worst), len(names)) if is_merged else worst
     document = {
         "title": artifact.source.name,
         "verdict": {"is_good": is_good, "words": words},
@@ -138,15 +138,21 @@ def make_datasheet(
         "evidence": {"how": how, "words": _evidence(artifact, verified, how) + SHARED * is_merged},
         "usual": {"db": usual.db, "words": usual.words} if usual and how else None,
         **shown,
-        "worst": _worst(artifact, source, errors, dict(zip(rows, worst, strict=True))),
-        # of codes without their sign
-        "magnitudes": [f"{value:g}" for value in decode_e2m1(np.arange(8, dtype=np.uint8))],
+        "worst": _worst(artifact, source, errors, _row_of(worst, shown["tensors"])),
+        "magnitudes": MAGNITUDES,
         "answers": _answers(evaluated) if evaluated else None,
         "groups": _groups(artifact, judged.scales),
         "findings": explain_findings(fold_findings(findings, how_many, most)),
         "producer": f"fp4convert {__version__}",
     }
     return {key: make_visible(value) for key, value in document.items()}
+
+
+def _row_of(worst: Sequence[int], shown: Document) -> dict[int, int]:
+    """Return row -> tensor of the worst: where tensors share rows the last ones."""
+    last = len(shown["name"])
+    rows = range(last - len(worst), last) if "count" in shown else worst
+    return dict(zip(rows, worst, strict=True))
 
 
 def _find_worst(errors: Sequence[TensorError]) -> list[int]:

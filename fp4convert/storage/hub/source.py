@@ -369,7 +369,7 @@ class HubSource(Source):
 def _unindexed(
     headers: tuple[Header, ...], weight_map: dict[str, str], index: str
 ) -> tuple[str, ...]:
-    """Return the tensors that the index lacks; raise InputError as find_homes does."""
+    """Return the tensors that the index lacks; raise as find_homes does."""
     homes = find_homes(headers)
     return check_index(homes, weight_map, index) if weight_map else ()
 
