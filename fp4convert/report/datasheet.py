@@ -127,7 +127,6 @@ def make_datasheet(
     forms = described.get("forms", [described])
     worst = _find_worst(errors)
     shown = _tensors(artifact, errors, worst)
-    is_merged = "count" in shown["tensors"]
     document = {
         "title": artifact.source.name,
         "verdict": {"is_good": is_good, "words": words},
@@ -135,7 +134,7 @@ def make_datasheet(
         "tiles": _tiles(artifact, source, described, errors),
         **_facts(artifact, source, described),
         "forms": [{key: form.get(key) for key in FORM_KEYS} for form in forms],
-        "evidence": {"how": how, "words": _evidence(artifact, verified, how) + SHARED * is_merged},
+        "evidence": {"how": how, "words": _evidence(artifact, verified, how) + _sharing(shown)},
         "usual": {"db": usual.db, "words": usual.words} if usual and how else None,
         **shown,
         "worst": _worst(artifact, source, errors, _row_of(worst, shown["tensors"])),
@@ -148,8 +147,13 @@ def make_datasheet(
     return {key: make_visible(value) for key, value in document.items()}
 
 
+def _sharing(shown: Document) -> str:
+    """Say that tensors share rows; "" if each has its own."""
+    return SHARED if "count" in shown["tensors"] else ""
+
+
 def _row_of(worst: Sequence[int], shown: Document) -> dict[int, int]:
-    """Return row -> tensor of the worst: where tensors share rows the last ones."""
+    """Return row -> tensor of the worst; they are last if rows are shared."""
     last = len(shown["name"])
     rows = range(last - len(worst), last) if "count" in shown else worst
     return dict(zip(rows, worst, strict=True))
