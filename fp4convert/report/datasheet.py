@@ -120,8 +120,7 @@ def make_datasheet(
             is_good = is_good and evaluated["passed"]
             words = {None: NO_GATE, True: "passed", False: "failed"}[is_good]
             findings = [*findings, *evaluated["findings"]]
-    usual = find_usual_sqnr(artifact)
-    words = f"{words}{count_levels(findings)}"
+    usual, words = find_usual_sqnr(artifact), f"{words}{count_levels(findings)}"
     if loss := _loss(errors, usual, evaluated):
         words = f"{words}; {loss}" if is_good is False else f"{loss}; {words}"
     forms = described.get("forms", [described])
