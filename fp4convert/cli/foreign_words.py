@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 from fp4convert.errors import NEAR, shell_line
+from fp4convert.numerics.formats import FORMATS
+from fp4convert.recipes.options import one_of
 
 OPTIONS = {  # ours: theirs
     "--exclude": (
@@ -69,7 +71,7 @@ COMMANDS = {  # ours: theirs
     "calibrate": "calib collect imatrix",
 }
 REMARKS = {
-    "--format": "Its words are nvfp4, mxfp4, fp8 and mxfp8.",
+    "--format": f"Its words are {one_of(FORMATS)}.",
     "--calibration": "fp4convert calibrate makes the file that it takes; so does llama-imatrix.",
     "--dialect": "vLLM and SGLang read compressed-tensors and modelopt.",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.record import ADAPTER, place_recorded
 from fp4convert.checkpoint.whole_model import open_model, refuse_one_shard
 from fp4convert.engines.files import parse_engines
-from fp4convert.errors import Fp4Error, InputError, shell_line
+from fp4convert.errors import Finding, Fp4Error, InputError, Level, shell_line
 from fp4convert.options.arguments import as_path, one_adapter
 from fp4convert.options.looking import AnalyzeOptions, InspectOptions, VerifyOptions
 from fp4convert.options.measuring import CompareOptions
@@ -68,12 +68,11 @@ def _judge_gpu(options: InspectOptions, artifact: Artifact, description: dict[st
     uses = gpus.uses_of(gpu, gpus.readers(options.engine, contents), contents)
     description["gpu"] = gpus.describe_uses(gpu, uses)
     details = gpus.find_warnings(uses)
-    findings = [("warning", detail) for detail in details]
+    findings: list[tuple[Level, str]] = [("warning", detail) for detail in details]
     if fault := gpus.find_fault(gpu, uses, contents.dialect, options.engine is not None):
         findings, description["healthy"] = [("error", "; ".join(fault))], False
     description["findings"] += [
-        {"level": level, "code": "gpu-kernel", "tensor": None, "detail": detail}
-        for level, detail in findings
+        asdict(Finding(level, "gpu-kernel", None, detail)) for level, detail in findings
     ]
 
 

@@ -111,7 +111,6 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
     with stopping(source, *parts.values()):
         if not components:
             refuse_no_model(source, os.fspath(options.source))
-            _refuse_no_config(asked)
         try:
             chosen = _choose_first(asked, given)
         except ChoiceError as error:
@@ -121,6 +120,8 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
             if asked.others and step == NO_ADVICE:
                 step = f"Nothing is known that all of {options.engine} load: make one for each."
             raise InputError(error.code, error.lines, step) from None
+        if not components:
+            _refuse_no_config(asked)
     for each in {source, *parts.values()}:
         each.stop()
     return replace(options, **chosen._asdict())

@@ -187,8 +187,9 @@ class Quantized(Canonical[memoryview]):
         """Return rows first..last-1, sharing the same bytes."""
         columns = self.shape[1]
         blocks = columns // self.format.block_size
-        packed = self.packed[first * columns // 2 : last * columns // 2]
-        block_scales = self.block_scales[first * blocks : last * blocks]
+        packed, scales = (part.cast("B") for part in (self.packed, self.block_scales))
+        packed = packed[first * columns // 2 : last * columns // 2]
+        block_scales = scales[first * blocks : last * blocks]
         shape = last - first, columns
         return replace(self, shape=shape, packed=packed, block_scales=block_scales, compared=None)
 

@@ -119,7 +119,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         float | None,
         Option(
             "Largest size of the result: modules get formats by measured loss.",
-            panel=TARGET,
+            panel=QUALITY,
             value="<gb>",
             is_rare=True,
         ),
@@ -128,7 +128,7 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
         float | None,
         Option(
             "The same as bits per weight, averaged over the quantized modules.",
-            panel=TARGET,
+            panel=QUALITY,
             value="<bits>",
             is_rare=True,
         ),

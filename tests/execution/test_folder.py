@@ -225,14 +225,17 @@ def test_a_small_file_that_cannot_be_read_is_written_again(source, tmp_path, mon
     out = tmp_path / "out"
     quantize(source, out)
     before = contents(out)
-    hash_file = finish.hash_file
+    hash_each = finish.hash_each
 
-    def fails(path: Path, *each: object) -> str:
-        if path.name == "tokenizer.json":
-            raise OSError(errno.EIO, "Input/output error")
-        return hash_file(path, *each)
+    def failing(files, open_file, *each):
+        def opened(file):
+            if Path(file).name == "tokenizer.json":
+                raise OSError(errno.EIO, "Input/output error")
+            return open_file(file)
 
-    monkeypatch.setattr(finish, "hash_file", fails)
+        return hash_each(files, opened, *each)
+
+    monkeypatch.setattr(finish, "hash_each", failing)
     assert quantize(source, out).code == 0
     assert contents(out) == before
 

@@ -62,8 +62,8 @@ def test_documents_have_the_legal_word(tmp_path):
     [
         (("--format", "nvpf4"), "did you mean nvfp4?"),
         (("--format", "fp4"), "did you mean nvfp4 or mxfp4?"),
-        (("--format", "mxfp6"), "floats of four and of eight bits"),
-        (("--format", "INT4"), "floats of four and of eight bits"),
+        (("--format", "mxfp6"), "llama.cpp's own types"),
+        (("--format", "INT4"), "expected nvfp4, mxfp4, fp8 or mxfp8"),
         (("--format", "nvfp4", "--dialect", "modelop"), "did you mean modelopt?"),
         (("--format", "nvfp4", "--method", "gtpq"), "did you mean gptq?"),
         (("--format", "nvfp4", "--scale-rule", "amx"), "did you mean amax?"),

@@ -3,8 +3,9 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import FIRST, SECOND, run, write_llama
@@ -12,6 +13,7 @@ from checkpoints import FIRST, SECOND, run, write_llama
 from fp4convert.execution import finish
 from fp4convert.storage import disk
 from fp4convert.storage.disk import hash_file, is_sealed, seal
+from fp4convert.storage.sha256 import hash_each
 
 SHA256 = "1" * 64
 
@@ -131,11 +133,10 @@ def read_again(monkeypatch) -> list[str]:
     """Names of the files that the end of a conversion reads."""
     names: list[str] = []
 
-    def told(path: Path, each: Callable[[int], None]) -> str:
-        names.append(path.name)
-        return hash_file(path, each)
+    def noting(files: Iterable[str], *each: Any) -> Iterator[Any]:
+        return hash_each((names.append(Path(file).name) or file for file in files), *each)
 
-    monkeypatch.setattr(finish, "hash_file", told)
+    monkeypatch.setattr(finish, "hash_each", noting)
     return names
 
 
