@@ -13,6 +13,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from fp4convert.checkpoint.artifact import PARAMS
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.checkpoint.dialects.target_forms import usual_activations
 from fp4convert.checkpoint.missing_parts import fault_text
@@ -111,6 +112,7 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
     with stopping(source, *parts.values()):
         if not components:
             refuse_no_model(source, os.fspath(options.source))
+            _refuse_no_config(asked)
         try:
             chosen = _choose_first(asked, given)
         except ChoiceError as error:
@@ -120,18 +122,20 @@ def choose_options(options: QuantizeOptions) -> QuantizeOptions:
             if asked.others and step == NO_ADVICE:
                 step = f"Nothing is known that all of {options.engine} load: make one for each."
             raise InputError(error.code, error.lines, step) from None
-        if not components:
-            _refuse_no_config(asked)
     for each in {source, *parts.values()}:
         each.stop()
     return replace(options, **chosen._asdict())
 
 
 def _refuse_no_config(asked: Asked) -> None:
-    """Raise InputError without a config.json where a server goes by its class."""
+    """Raise InputError without a config.json where a server goes by its class.
+
+    Mistral's own files have another record; rows of the engines refuse them.
+    """
     named = [engine.name for engine, _ in asked.every if engine.key in SERVERS]
-    if named and not asked.source.checkpoint.config:
-        detail = f"{asked.source.name} has no config.json, without which {named[0]} loads nothing"
+    source = asked.source
+    if named and not (source.checkpoint.config or source.has_file(PARAMS)):
+        detail = f"{source.name} has no config.json, without which {named[0]} loads nothing"
         raise InputError("engine-refuses", detail, "Give the folder of the whole model.")
 
 
