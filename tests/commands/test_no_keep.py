@@ -4,6 +4,7 @@ is the one that a run makes which keeps them.
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -286,7 +287,7 @@ def test_without_the_option_every_shard_is_made_again_and_kept(hub, source, tmp_
         (("--disk", 1), "no-keep", "--no-keep"),
         ((*AWAY, "--disk", 0), "no-keep", "above 0"),
         ((*AWAY, "--disk", "inf"), "no-keep", "above 0"),
-        ((*AWAY, "--disk", 0.001), "no-keep", "need 1,"),
+        ((*AWAY, "--disk", 0.00001), "no-keep", "bytes"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything(options, code, word, hub, source, tmp_path):
@@ -299,7 +300,7 @@ def test_what_cannot_be_is_refused_before_anything(options, code, word, hub, sou
 
 
 def test_the_disk_that_is_asked_for_is_enough_and_less_is_not(hub, source, tmp_path):
-    error = quantize(source, "-o", tmp_path / "q", *AWAY, "--disk", 0.001).json["error"]
+    error = quantize(source, "-o", tmp_path / "q", *AWAY, "--disk", 0.00001).json["error"]
     least = error["next"].rpartition(" ")[2].rstrip(".")
     assert quantize(source, "-o", tmp_path / "q", *AWAY, "--disk", least).code == 0
     less = float(least) - 0.001
@@ -309,11 +310,13 @@ def test_the_disk_that_is_asked_for_is_enough_and_less_is_not(hub, source, tmp_p
 def test_no_more_disk_is_asked_for_than_is_used(hub, tmp_path):
     """The largest shard has 4.7 MB; some 0.1 MB are a margin for what people's disks round up."""
     source, out = write_zeros(tmp_path / "m", count=3, rows=1024), tmp_path / "q"
-    next_step = quantize(source, "-o", out, *AWAY, "--disk", 0.001).json["error"]["next"]
-    least = next_step.rpartition(" ")[2].rstrip(".")
+    error = quantize(source, "-o", out, *AWAY, "--disk", 0.00001).json["error"]
+    least = error["next"].rpartition(" ")[2].rstrip(".")
+    needed = int(re.search(r"need ([\d,]+) bytes", error["message"])[1].replace(",", ""))
     with Size(out) as size:
         assert quantize(source, "-o", out, *AWAY, "--disk", least, "--workers", 1).code == 0
-    assert 4_718_592 <= size.most <= float(least) * 1e9 <= size.most + 150_000
+    assert 4_718_592 <= size.most <= needed <= size.most + 150_000
+    assert needed <= float(least) * 1e9 < needed + 1_000_000
 
 
 def test_a_dry_run_says_what_the_disk_must_have(hub, tmp_path):
