@@ -213,3 +213,13 @@ def test_a_statement_stays_with_the_files_that_it_is_of(made):
     words = ("--format", "mxfp4", "-o", made / "q", "--force", "-q")
     assert run("quantize", made / "m", *words).code == 0
     assert not (made / "q" / STATED).exists()
+
+
+def test_a_failed_signature_leaves_the_earlier_statement_as_it_is(made):
+    edit(made / "m" / "config.json", lambda config: config.update(more=1))
+    words = ("attest", made / "q", "--source", made / "m", "--force", "--key")
+    assert run(*words, made / "mine.pub").code == 2
+    assert check(made)[0] == 0
+    (made / "q" / STATED).unlink()
+    assert run(*words, made / "mine.pub").code == 2
+    assert not (made / "q" / STATED).exists()
