@@ -70,14 +70,17 @@ class Imatrix(Calibration):
     def _read(self, ref: TensorRef) -> NDArray[np.generic]:
         name = ref.name.removesuffix(SQUARES)
         sums, counts = self._stored(ref), self._stored(self.refs[name + COUNTS])
-        if not counts.any():
-            stack = name.rpartition(".")[0]
-            counts = self._stored(self.refs[stack + COUNTS])
-            sums = self._stored(self.refs[stack + SUMS]).sum(0)
-        if not counts.any():
-            raise self.refusal(ref, "counts no token")
+        stack = self.refs.get(name.rpartition(".")[0] + SUMS)
+        if stack and not counts.any():
+            sums = self._stored(stack).sum(0)
+            counts = self._stored(self.refs[stack.name.removesuffix(SUMS) + COUNTS])
+        if not (counts.any() and np.isfinite(counts).all()):
+            raise self.refusal(ref, "counts no tokens, or no finite number of them")
         mean: Float32s = (sums / counts.sum()).astype(np.float32)
         return mean
+
+    def refusal(self, ref: TensorRef, why: str) -> InputError:
+        return InputError("calibration-values", f"{self.path}: {ref.name} {why}", NEXT, ref.name)
 
     def _stored(self, ref: TensorRef) -> NDArray[np.float64]:
         """Read numbers as they are stored, as float64."""
@@ -130,13 +133,14 @@ def _parts_of_gguf(path: Path) -> Iterator[TensorRef]:
 def _rows(stem: str, sums: TensorRef, counts: TensorRef) -> Iterator[TensorRef]:
     """Yield the statistics of a matrix, or of each in a stack."""
     columns = sums.shape[-1]
-    matrices = sums.elements // columns
-    if counts.elements not in (1, matrices):
+    matrices = sums.elements // max(1, columns)
+    if not matrices or counts.elements not in (1, matrices):
         raise ValueError(f"{stem} has {matrices} rows and {counts.elements} counts")
+    is_stack = STACK.fullmatch(stem) or matrices > 1  # of heads, too: no module has such a name
     yield sums._replace(name=stem + SUMS, shape=(matrices, columns))
     yield counts._replace(name=stem + COUNTS)
     for row in range(matrices):
-        one = f"{stem}.{row}" if STACK.fullmatch(stem) else stem
+        one = f"{stem}.{row}" if is_stack else stem
         at = sums.start + row * columns * 4, counts.start + row % counts.elements * 4
         yield sums._replace(name=one + SQUARES, shape=(columns,), start=at[0])
         yield counts._replace(name=one + COUNTS, shape=(), start=at[1])
@@ -154,6 +158,8 @@ def _parts_of_dat(path: Path) -> Iterator[TensorRef]:
                 raise ValueError(f"a name of {length} bytes")
             name = stream.read(length).decode("utf-8")
             calls, _, values = stream.tell(), number(), number()
+            if name.removesuffix(WEIGHT) in entries:
+                raise ValueError(f"{name} is there twice")
             entries[name.removesuffix(WEIGHT)] = calls, values
             if values <= 0 or stream.seek(4 * values, 1) > path.stat().st_size:
                 raise ValueError(f"{name} has {values} values, past the end of the file")

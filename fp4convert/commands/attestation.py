@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +47,20 @@ def attest(options: AttestOptions) -> dict[str, Any]:
     _check_places(folder, key, options.force)
     artifact = _open_whole(folder)
     phases = options.phases or Phases()
-    if options.source is not None:
-        _state_derivation(folder, artifact.record, options.source)
-    phases.begin("sign")
-    data = sign_folder(folder, key)
-    statement = read_statement(data)
     recorded = recorded_hashes(artifact.record)
-    for file, sha256 in recorded.items():
-        if statement.files.get(file) != sha256:
-            detail = f"{folder / file} is not what the record says; expected the file as written"
-            step = f"See: {shell_line('fp4convert', 'verify', folder)}"
-            raise InputError("not-signable", f"{detail}. Nothing is signed", step)
+    with _restoring(folder / DERIVATION):
+        if options.source is not None:
+            _state_derivation(folder, artifact.record, options.source)
+        phases.begin("sign")
+        data = sign_folder(folder, key)
+        statement = read_statement(data)
+        for file, sha256 in recorded.items():
+            if statement.files.get(file) != sha256:
+                detail = f"{folder / file} is not what the record says; expected it as written"
+                step = f"See: {shell_line('fp4convert', 'verify', folder)}"
+                raise InputError("not-signable", f"{detail}. Nothing is signed", step)
+        replace_file(place, data)
     unrecorded = statement.files.keys() - recorded.keys() - {RECORD, *UNDIGESTED}
-    replace_file(place, data)
     return {
         "artifact": os.fspath(folder),
         "signature": os.fspath(place),
@@ -69,6 +71,20 @@ def attest(options: AttestOptions) -> dict[str, Any]:
         "public_key": statement.hint,
         "seconds": round(time.monotonic() - started, 3),
     }
+
+
+@contextmanager
+def _restoring(path: Path) -> Iterator[None]:
+    """Put a small file back as it was if anything fails: an earlier signature is of it."""
+    before = path.read_bytes() if path.is_file() else None
+    try:
+        yield
+    except BaseException:
+        if before is None:
+            path.unlink(missing_ok=True)
+        elif path.read_bytes() != before:
+            replace_file(path, before)
+        raise
 
 
 def _check_places(folder: Path, key: Path, is_forced: bool) -> None:

@@ -39,9 +39,12 @@ BUILD = ("predicate", "buildDefinition")
 GIVEN = (*BUILD, "externalParameters")
 PARTS = {  # of a statement, by the words for people
     "kind of statement": ("predicateType",),
+    "kind of document": ("_type",),
+    "kind of build": (*BUILD, "buildType"),
     "files of the artifact": ("subject",),
     "repository or commit": (*GIVEN, "source"),
     OPTIONS: (*GIVEN, OPTIONS),
+    "format": (*GIVEN, "format"),
     "version of fp4convert": ("predicate", "runDetails"),
     "files of the source": (*BUILD, "resolvedDependencies"),
 }

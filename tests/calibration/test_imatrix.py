@@ -18,6 +18,7 @@ from tiny_models import make_mixtral, make_qwen3_moe
 from fp4convert.storage.open import open_source
 
 TOKENS = 24
+CALLS = struct.pack("<ii", 3, 64)  # of an entry of an old file, and its values
 DENSE = {name.removesuffix(".weight"): each for name, each in model().items() if each.ndim > 1}
 NAMES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
 GATED = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
@@ -147,8 +148,12 @@ def test_safetensors_are_found_by_their_names_in_llamacpp(
         ({"blk.0.ffn_down": np.ones((1, 32), np.float32)}, "calibration-shape"),
         ({"blk.0.attn_q": np.full((1, 64), np.nan, np.float32)}, "calibration-values"),
         ({"blk.0.attn_q": -np.ones((1, 64), np.float32)}, "calibration-values"),
-        (b"cut", "calibration-file"),
-        (b"long", "calibration-file"),
+        ({"blk.0.attn_q": np.ones((2, 64), np.float32)}, "calibration-missing"),
+        ({"blk.0.attn_q": np.ones((1, 0), np.float32)}, "calibration-file"),
+        (lambda data: data[:60], "calibration-file"),
+        (lambda data: struct.pack("<ii", 1, 40) + data[8:], "calibration-file"),
+        (lambda data: struct.pack("<i", 14) + data[4:-12] + data[4:], "calibration-file"),
+        (lambda data: data.replace(CALLS, struct.pack("<ii", 0, 64)), "calibration-values"),
         (None, "calibration-file"),
     ],
 )
@@ -159,9 +164,8 @@ def test_what_does_not_fit_or_is_damaged_is_refused(
     file = tmp_path / "i"
     if isinstance(change, dict):
         write_gguf(file, {k: v for k, v in (sums | change).items() if v is not None})
-    elif isinstance(change, bytes):
-        data = write_dat(file, sums).read_bytes()
-        file.write_bytes(data[:60] if change == b"cut" else struct.pack("<ii", 1, 40) + data[8:])
+    elif callable(change):
+        file.write_bytes(change(write_dat(file, sums).read_bytes()))
     else:
         file = source
     words = ("--format", "nvfp4", "--dialect", "gguf", "--calibration", file, "--json")

@@ -108,6 +108,11 @@ LIES = {
     "a bit of the artifact": lambda q: damage(q / FIRST, 2000),
     "a bit of the statement": lambda q: damage(q / STATED, 500),
     "an added shard": lambda q: shutil.copyfile(q / FIRST, q / "model-more.safetensors"),
+    "a linked folder": lambda q: (q / "more").symlink_to(q.parent / "m"),
+    "a device for the statement": lambda q: (
+        (q / STATED).unlink() or (q / STATED).symlink_to("/dev/null")
+    ),
+    "a deep signature": lambda q: (q / SIGNATURE).write_text("[" * 100_000),
     "a file less": lambda q: (q / "tokenizer.json").unlink(),
     "no statement": lambda q: (q / STATED).unlink(),
     "a cut signature": lambda q: (q / SIGNATURE).write_bytes((q / SIGNATURE).read_bytes()[:-9]),
@@ -121,7 +126,7 @@ def test_what_was_changed_after_the_signature_is_refused(lie, made):
 
 
 def test_another_key_and_another_source_are_refused(hub, made):
-    assert check(made, key="other")[0] == 1
+    assert check(made, key="other")[0] == check(made, key="none")[0] == 1
     assert check(made, "--commit", "0" * 40)[0] == 1
     assert check(made, "--source", made / "m")[0] == 0
     damage(made / "m" / FIRST, 2000)
@@ -138,6 +143,9 @@ def set_option(options):
 
 FALSE = {
     "kind of statement": lambda d: d.update(predicateType="x"),
+    "kind of document": lambda d: d.update(_type="x"),
+    "kind of build": lambda d: build(d).update(buildType="x"),
+    "format": lambda d: build(d)["externalParameters"].update(format="mxfp4"),
     "options": lambda d: set_option(build(d)["externalParameters"]["options"]),
     "repository or commit": lambda d: build(d)["externalParameters"]["source"].update(
         revision="0" * 40
@@ -148,6 +156,33 @@ FALSE = {
     "files of the artifact": lambda d: d["subject"].pop(),
     "version of fp4convert": lambda d: d["predicate"]["runDetails"]["builder"].update(id="x"),
 }
+
+
+def double(document):
+    document.insert(0, document[0] | {"digest": {"sha256": "0" * 64}})
+
+
+SLY = [
+    lambda d: double(d["subject"]),
+    lambda d: double(build(d)["resolvedDependencies"]),
+    lambda d: build(d).update(resolvedDependencies=[]),
+    lambda d: build(d)["resolvedDependencies"][0].update(uri="hf://evil/m@0/config.json"),
+    lambda d: build(d)["externalParameters"]["source"].update(repo="evil/m"),
+    lambda d: build(d)["resolvedDependencies"][0].update(name="\ud800"),
+]
+
+
+def test_a_script_without_our_reader_takes_no_sly_statement(made):
+    path = made / "q" / STATED
+    kept = path.read_text()
+    for change in SLY:
+        path.write_text(kept)
+        edit(path, change)
+        state(made)
+        assert check(made, "--source", made / "m")[0] == 1, change
+    path.write_text(kept.replace('"predicateType"', '"predicateType": "x", "predicateType"', 1))
+    state(made)
+    assert "twice" in check(made)[1]
 
 
 @pytest.mark.parametrize("what", FALSE)
@@ -177,4 +212,14 @@ def test_a_statement_stays_with_the_files_that_it_is_of(made):
     assert not (made / "t" / STATED).exists()
     words = ("--format", "mxfp4", "-o", made / "q", "--force", "-q")
     assert run("quantize", made / "m", *words).code == 0
+    assert not (made / "q" / STATED).exists()
+
+
+def test_a_failed_signature_leaves_the_earlier_statement_as_it_is(made):
+    edit(made / "m" / "config.json", lambda config: config.update(more=1))
+    words = ("attest", made / "q", "--source", made / "m", "--force", "--key")
+    assert run(*words, made / "mine.pub").code == 2
+    assert check(made)[0] == 0
+    (made / "q" / STATED).unlink()
+    assert run(*words, made / "mine.pub").code == 2
     assert not (made / "q" / STATED).exists()

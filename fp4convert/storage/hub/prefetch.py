@@ -157,7 +157,7 @@ class Pieces:
         if self._is_sure(piece.file):
             return self._read_into(piece.file, piece.start, data)
         count = min(self._growth.parts, max(1, piece.nbytes // LEAST_NBYTES))
-        width = -(-piece.nbytes // count)
+        width = max(1, -(-piece.nbytes // count))  # an empty file has a piece, too
         coming = [
             self._parts.submit(self._read_into, piece.file, piece.start + at, data[at : at + width])
             for at in range(width, piece.nbytes, width)

@@ -124,3 +124,10 @@ def test_a_long_header_comes_by_one_request(hub, folder, monkeypatch):
     assert ranges == [ranges[0]] * 2
     header_nbytes = 8 + int.from_bytes((folder / SECOND).read_bytes()[:8], "little")
     assert 64 << 10 < header_nbytes <= int(ranges[0].partition("-")[2]) + 1
+
+
+def test_an_empty_shard_is_refused(hub, folder):
+    (folder / SECOND).write_bytes(b"")
+    hub.add("org/m", folder)
+    refused = run("inspect", "org/m", "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (2, "header-length")
