@@ -12,7 +12,7 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import Float32s
 from fp4convert.numerics.formats import FP8, Format
-from fp4convert.numerics.fp8_int import Grid, encode_e8m0
+from fp4convert.numerics.fp8_int import Grid, encode_e8m0, grid_shape
 from fp4convert.numerics.fp8_rounding import find_scales
 from fp4convert.numerics.matrices import InMemory
 from fp4convert.recipes.options import one_of
@@ -58,8 +58,37 @@ def quantize(weights: InMemory, fmt: Format, rule: str, shared: str | None) -> Q
 
 
 def values_of(q: QuantizedFp8) -> Float32s:
-    """Return (rows, columns) float32, exactly what engines compute."""
+    """Return (rows, columns) float32, exactly what engines compute.
+
+    Raises  InputError where its fields do not fit together
+    """
+    _check_fields(q)
     scales = q.block_scales
     if q.format is not FP8:
         scales = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
     return Cpu().decode_fp8(q.codes.reshape(-1).data, q.shape, Grid(scales, q.block))
+
+
+def _check_fields(q: QuantizedFp8) -> None:
+    """Raise InputError unless shape, block, codes and scales fit together."""
+    if not (isinstance(q.format, Format) and q.format.is_fp8):
+        expected = "expected that of a QuantizedFp8, as quantize_tensor gives it"
+        raise InputError("bad-quantized", f"format is {q.format!r:.60}; {expected}")
+    for name in ("shape", "block"):
+        pair = getattr(q, name)
+        if not (
+            isinstance(pair, tuple)
+            and len(pair) == 2
+            and all(type(n) is int and n > 0 for n in pair)
+        ):
+            detail = f"{name} is {pair!r:.60}; expected rows and columns, 1 or more"
+            raise InputError("bad-quantized", detail)
+    scales = (grid_shape(q.shape, q.block), np.float32 if q.format is FP8 else np.uint8)
+    for name, (shape, dtype) in {"codes": (q.shape, np.uint8), "block_scales": scales}.items():
+        part: Any = getattr(q, name)
+        if not isinstance(part, np.ndarray) or (part.shape, part.dtype) != (shape, dtype):
+            there = (
+                f"{part.dtype} of the shape {part.shape}" if hasattr(part, "dtype") else type(part)
+            )
+            detail = f"{name} is {there}; expected a NumPy array, {np.dtype(dtype)} of the shape"
+            raise InputError("bad-quantized", f"{detail} {shape}, for {q.format.name}")

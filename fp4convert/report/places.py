@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from fp4convert.checkpoint.module_names import Numbers, reading_rank, split_numbers
@@ -71,11 +72,11 @@ def group_names(names: Sequence[str], room: int, held: int) -> list[tuple[str, l
     held     bytes of a row beside its name
     Returns  a label and the places in `names` of each group, in their order. Where each alone is
              too much, experts of a module are one; then modules of neighbouring layers, 2, 4 and so
-             on; at last all of one name but for its numbers
+             on; then all of one name but for its numbers; at last neighbours
     """
-    if sum(map(len, names)) + held * len(names) <= room:
-        return [(name, [at]) for at, name in enumerate(names)]
-    places = find_places(names)
+    rows, places = [(name, [at]) for at, name in enumerate(names)], find_places(names)
+    if _nbytes(rows, places, held) <= room:
+        return rows
     layers: dict[str, dict[Numbers, int]] = {}
     for tower in dict.fromkeys(place.tower for place in places):
         each = sorted({place.layer for place in places if place.tower == tower})
@@ -87,10 +88,21 @@ def group_names(names: Sequence[str], room: int, held: int) -> list[tuple[str, l
             rank = layers[place.tower][place.layer] // step
             module = place.module if step <= deepest else ANY.join(split_numbers(names[at])[0])
             groups[place.tower, rank, module].append(at)
-        labelled = [(_label([names[at] for at in group]), group) for group in groups.values()]
-        if step > deepest or sum(len(label) + held for label, _ in labelled) <= room:
-            return labelled
+        rows = [(_label([names[at] for at in group]), group) for group in groups.values()]
+        if step > deepest or _nbytes(rows, places, held) <= room:
+            break
         step *= 2
+    while len(rows) > 1 and _nbytes(rows, places, held) > room:
+        pairs = [rows[at : at + 2] for at in range(0, len(rows), 2)]
+        merged = [[at for _, group in pair for at in group] for pair in pairs]
+        rows = [(f"{names[group[0]]}, and {len(group) - 1:,} more", group) for group in merged]
+    return rows
+
+
+def _nbytes(rows: Sequence[tuple[str, list[int]]], places: Sequence[Place], held: int) -> int:
+    """Count the bytes of rows, and of the modules that they name."""
+    modules = {places[group[0]][::2] for _, group in rows}
+    return sum(len(label) + held for label, _ in rows) + sum(map(len, chain(*modules)))
 
 
 def _label(names: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -117,6 +118,26 @@ def test_fp8_in_tiles_of_128_and_mxfp8_by_torch():
 def test_what_a_format_has_not_is_refused(words):
     with pytest.raises(fp4convert.InputError):
         fp4convert.quantize_tensor(np.ones((4, 64), np.float32), **words)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"codes": np.zeros((2, 64), np.uint8)},
+        {"codes": np.zeros((4, 64), np.int8)},
+        {"block_scales": np.ones((2, 1), np.float32)},
+        {"block_scales": np.ones((4, 1))},
+        {"block_scales": [[1.0]] * 4},
+        {"block": (0, 0)},
+        {"shape": (64, 4)},
+        {"format": "fp8"},
+    ],
+)
+def test_eight_bits_whose_parts_do_not_fit_together_are_refused(changes):
+    q = fp4convert.quantize_tensor(np.ones((4, 64), np.float32), format="fp8")
+    with pytest.raises(fp4convert.InputError) as refused:
+        fp4convert.dequantize_tensor(replace(q, **changes))
+    assert refused.value.code == "bad-quantized"
 
 
 def test_a_vector_is_answered_with_what_makes_it_a_matrix():

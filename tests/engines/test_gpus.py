@@ -97,13 +97,16 @@ def quantize(source, *options):
     return done.code, json.loads(done.out)
 
 
-def test_a_card_without_a_kernel_is_refused_with_a_way_that_works(source):
-    code, found = quantize(source, "--for", "vllm", "--gpu", "mi355")
+@pytest.mark.parametrize(
+    ("gpu", "other", "computes"), [("mi355", "mxfp4", "W4A4"), ("mi300", "fp8", "W8A8")]
+)
+def test_a_card_without_a_kernel_is_refused_with_a_way_that_works(source, gpu, other, computes):
+    code, found = quantize(source, "--for", "vllm", "--gpu", gpu)
     assert (code, found["error"]["code"]) == (2, "engine-refuses")
     assert "nvfp4 is refused" in found["error"]["message"]
-    assert found["error"]["next"] == "Use --format mxfp4"
-    code, found = quantize(source, "--for", "vllm", "--gpu", "mi355", "--format", "mxfp4")
-    assert (code, found["gpu"]["uses"][0]["computes"]) == (0, "W4A4")
+    assert found["error"]["next"] == f"Use --format {other}"
+    code, found = quantize(source, "--for", "vllm", "--gpu", gpu, "--format", other)
+    assert (code, found["gpu"]["uses"][0]["computes"]) == (0, computes)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """Where tensors stand, by names of models that people publish; every place is typed by hand."""
 
+from hashlib import sha256
+
 import pytest
 
 from fp4convert.report.places import Place, find_places, group_names, reading_order
 
+LETTERS = str.maketrans("0123456789", "ghijklmnop")
 LLAMA = [
     f"model.layers.{layer}.{module}.weight"
     for layer in (0, 1)
@@ -132,3 +135,14 @@ def test_groups_fit_into_their_room(room):
     groups = group_names(names, room, 60)
     assert sum(len(label) + 60 for label, _ in groups) <= room
     assert sorted(at for _, group in groups for at in group) == list(range(len(names)))
+
+
+@pytest.mark.parametrize("kind", ["{word}.proj.weight", "model.layers.{at}.mlp.{word}.weight"])
+def test_names_that_have_nothing_in_common_fit_too(kind):
+    words = [sha256(b"%d" % at).hexdigest().translate(LETTERS) for at in range(2_500)]
+    names = [kind.format(at=at, word=word) for at, word in enumerate(words)]
+    groups = group_names(names, 50_000, 60)
+    places = find_places(names)
+    shown = {places[group[0]].module for _, group in groups}
+    assert sum(len(label) + 60 for label, _ in groups) + sum(map(len, shown)) <= 50_000
+    assert [at for _, group in groups for at in group] == list(range(len(names)))
