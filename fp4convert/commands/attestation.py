@@ -75,7 +75,7 @@ def attest(options: AttestOptions) -> dict[str, Any]:
 
 @contextmanager
 def _restoring(path: Path) -> Iterator[None]:
-    """Put a small file back as it was if anything fails: an earlier signature is of it."""
+    """Put a small file back if anything fails: it may be signed already."""
     before = path.read_bytes() if path.is_file() else None
     try:
         yield

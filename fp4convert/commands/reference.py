@@ -46,9 +46,9 @@ def recipes(options: RecipesOptions) -> dict[str, Any]:
 
     if options.yaml or options.engine:
         if not (options.yaml and options.engine == "vllm" and options.name):
-            detail = f"--for {options.engine} and --yaml {options.yaml} for {options.name}"
+            detail = "--yaml writes variants of one family for vLLM; expected NAME, --for vllm"
             step = "For example: fp4convert recipes llama --for vllm --yaml."
-            raise InputError("usage", f"{detail}; expected a family with both", step)
+            raise InputError("usage", f"{detail} and --yaml", step)
         from fp4convert.report.vllm_recipes import as_yaml, vllm_variants
 
         variants = vllm_variants(options.name)

@@ -121,7 +121,7 @@ def test_damage_is_found(source: Path, tmp_path: Path, fmt: str, dialect: str) -
         (("--format", "fp8", "--dialect", "mlx"), "dialect-format", "mxfp8"),
         (("--format", "mxfp8", "--dialect", "quark"), "dialect-format", "mxfp4"),
         (("--format", "fp8", "--global-scale", "x"), "bad-global-scale", "nvfp4"),
-        (("--format", "fp8", "--for", "vllm"), "engine-refuses", "fp8"),
+        (("--format", "fp8", "--for", "tensorrt-llm"), "engine-refuses", "fp8"),
     ],
 )
 def test_refusals(tmp_path: Path, options: tuple[object, ...], code: str, told: str) -> None:
