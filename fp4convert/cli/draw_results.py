@@ -261,7 +261,8 @@ def draw_gpu(screen: Screen, gpu: Document) -> None:
 
 def draw_engine(screen: Screen, engine: Document) -> None:
     """Draw what an engine loads, a row of its file in a line."""
-    screen.line(f"{engine['name']} {engine['version'] or ''}: {engine['tried']}", "bold")
+    name = " ".join(filter(None, (engine["name"], engine["version"])))
+    screen.line(f"{name}: {engine['tried']}", "bold")
     for row in engine["rows"]:
         which = " ".join(filter(None, (row["versions"], *row["dialects"])))
         more = f"; {row['instead']}" if row["instead"] else ""

@@ -156,6 +156,10 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
         from fp4convert.conversion.memory_fit import fit_options
 
         options = fit_options(options)
+    if options.gpu is not None:  # before hours of calibration
+        from fp4convert.engines.gpus import parse_gpu
+
+        parse_gpu(options.gpu)
     if options.is_checked_after or options.private or options.no_keep or options.disk is not None:
         from fp4convert.commands import publish
 

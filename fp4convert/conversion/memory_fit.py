@@ -76,9 +76,8 @@ def _as_nbytes(card: float | str) -> int:
     except ValueError:
         number = 0.0
     if not (match and 0 < number < 1e6):
-        raise InputError(
-            "target-range", f"--fit {card}; expected a card or a number of GB: rtx5090, 24GB"
-        )
+        detail = f"--fit {card}; expected a card or a number of GB: rtx5090, 24GB"
+        raise InputError("target-range", detail, "Give the memory of the card: --fit 24GB.")
     return int(number * ((1 << 30) if (match[2] or "").lower() == "gib" else 10**9))
 
 

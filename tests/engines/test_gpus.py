@@ -144,4 +144,11 @@ def test_explain_answers_cards_and_engines():
     assert (card["memory_gb"], card["architecture"]) == (32, "sm120")
     assert all(use["lines"] for use in card["uses"])
     assert "experts as W4A16 (Marlin)" in run("explain", "RTX 5090").out
-    assert "refuses gguf: stops at NVFP4" in run("explain", "ollama").out
+    told = run("explain", "ollama").out
+    assert told.startswith("ollama: ")
+    assert "refuses gguf: stops at NVFP4" in told
+
+
+def test_an_unknown_card_is_refused_before_the_source_is_opened(tmp_path):
+    code, found = quantize(tmp_path / "none", "--format", "nvfp4", "--gpu", "rtx6090")
+    assert (code, found["error"]["code"]) == (2, "unknown-gpu")
