@@ -17,13 +17,16 @@ from fp4convert.numerics.formats import CODES, E2M1_MAX
 from fp4convert.numerics.matrices import Blocks, Matrix, Quantized, Weights, row_panels
 from fp4convert.progress import count_text
 
-PLACED = 5.0  # times these limits, where a method places errors for the sake of outputs
 Doubles = NDArray[np.float64]
 # Power of the errors of a row, by its own: other values have about 2, zeros 1; rounding left 0.06,
 # and GPTQ on 40 samples of text 0.5 at most.
 DIFFERENT_ROW = 0.9
+# The source's row in the artifact's, as a factor, is 1 +- this: zeros and other values have about
+# 0. GPTQ through a quantized prefix added ten times a row's power, and left 0.86 to 1.19 of it.
+OFF_ROW = 0.5
 # Of a block, by its own and by the mean of its row's blocks: GPTQ left 4 at most.
 DIFFERENT_BLOCK = 16.0
+PLACED = 5.0  # times that, where a method places errors for the sake of outputs
 # Power of a block by that mean, from which no rule rounds all of it to zeros: its largest value
 # decides its scale.
 NEVER_ZERO = 0.25
@@ -64,7 +67,8 @@ class OddPlaces:
     """
 
     def __init__(self, columns: int, width: int, is_placed: bool = False) -> None:
-        self._slack = PLACED if is_placed else 1.0
+        self._is_placed = is_placed
+        self._far_block = DIFFERENT_BLOCK * (PLACED if is_placed else 1.0)
         self.signal = self.noise = 0.0
         self._columns, self._width = columns, width
         self._largest = 0.0  # mean power of the values of a block
@@ -89,7 +93,7 @@ class OddPlaces:
                 np.frombuffer(compared.rows, np.float64).reshape(-1, len(COLUMNS))[:, :2].T
             )
             mean = signal / blocks
-            most = self._slack * np.minimum(DIFFERENT_BLOCK * mean, DIFFERENT_ROW * signal)
+            most = np.minimum(self._far_block * mean, DIFFERENT_ROW * signal)
             if not (noise <= most).all() or _has_lost_blocks(x, q, mean):
                 return None
             total = total.plus(compared, x.shape[0] * x.shape[1])
@@ -113,12 +117,15 @@ class OddPlaces:
         self._largest = max(self._largest, float(signal.max()) / self._width)
         # 1. Blocks: far from the source's, or zeros in the place of ordinary values.
         mean = of_rows[:, None] / signal.shape[1]
-        most = self._slack * DIFFERENT_ROW * of_rows
+        most = DIFFERENT_ROW * of_rows
         is_lost = (noise == signal) & (signal > NEVER_ZERO * mean)
-        is_odd = (noise > self._slack * DIFFERENT_BLOCK * np.maximum(signal, mean)) | is_lost
+        is_odd = (noise > self._far_block * np.maximum(signal, mean)) | is_lost
         # 2. Rows, unless a few such blocks are all that is wrong with one.
         others = wrong - np.where(is_odd, noise, 0).sum(axis=1)
         is_odd_row = (wrong > most) & ((is_odd.mean(axis=1) > FEW) | (others > most))
+        if self._is_placed:
+            along = np.einsum("rbk,rbk->r", x.reshape(shape), difference.reshape(shape))
+            is_odd_row &= np.abs(along) > OFF_ROW * of_rows
         self._rows += [
             (first_row + int(row), float(wrong[row]) / self._columns)
             for row in np.flatnonzero(is_odd_row)

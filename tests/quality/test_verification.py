@@ -24,6 +24,8 @@ from checkpoints import (
 )
 from rewriting import rewrite
 
+from fp4convert.quality.odd_places import OddPlaces
+
 ATTENTION, DOWN = f"{LAYER}.self_attn", f"{LAYER}.mlp.down_proj"
 TARGETS = [("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors"), ("nvfp4", "modelopt")]
 GLOBAL = {"compressed-tensors": "weight_global_scale", "modelopt": "weight_scale_2"}
@@ -317,6 +319,24 @@ def test_wrong_codes_are_measured(source, artifact):
     assert entry["sqnr_db"] == pytest.approx(-6, abs=0.3)
     assert entry["cosine"] < -0.98
     assert ("sqnr-low", f"{DOWN}.weight") in errors_of(document)
+
+
+def test_a_row_that_gptq_moved_still_holds_the_sources_row():
+    """Through a quantized prefix, a row of SmolLM2's o_proj moved by ten times its power."""
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((8, 576))
+    moved = rng.standard_normal(576)
+    moved -= x[5] * (moved @ x[5]) / (x[5] @ x[5])
+    moved *= math.sqrt(10 * (x[5] @ x[5]) / (moved @ moved))
+    harms = {"": x[5] + moved, "zeros": 0 * x[5], "other": x[4] * 2, "too large": 4 * x[5] + moved}
+    for harm, row in harms.items():
+        y = x.copy()
+        y[5] = row
+        for is_placed in (True, False):
+            places = OddPlaces(576, 16, is_placed)
+            places.add(0, x.ravel(), (x - y).ravel())
+            is_odd = bool(harm) or not is_placed
+            assert ("1 row (the first is row 5)" in places.describe()) is is_odd, (harm, is_placed)
 
 
 @pytest.mark.parametrize(
