@@ -26,6 +26,7 @@ STYLES = {"copy": "", "write": "", "skip": "yellow", "dequantize": "yellow"}
 LONGEST_NAME = 1000  # characters: no model has one of as many
 INDENT = "  "
 RIGHT = (1, 3, 4)  # columns of numbers
+NARROW = 80  # characters: below them the sizes stand in the totals alone
 WHY_WIDTH = 20  # at least
 LINEAR = "a linear layer"  # goes without saying where a scale is shared
 
@@ -35,13 +36,16 @@ Row = tuple[str, ...]
 def draw_plan(screen: Screen, plan: Document) -> None:
     """Print the result of every kind of module; then sizes and time."""
     rows = [HEADINGS, *map(_cells, plan["patterns"])]
-    numbers = [max(len(row[at]) for row in rows) for at in range(1, len(HEADINGS) - 1)]
+    if screen.width < NARROW:
+        rows = [(*row[:3], row[-1]) for row in rows]
+    numbers = [max(len(row[at]) for row in rows) for at in range(1, len(rows[0]) - 1)]
     left = screen.width - sum(numbers) - len(GAP) * (len(numbers) + 1)
     # A name that leaves no room for the reason gets its own line.
     fitting = [len(row[0]) for row in rows if len(row[0]) <= left - WHY_WIDTH]
     name_width = max(fitting, default=len(HEADINGS[0]))
     widths = [name_width, *numbers, max(WHY_WIDTH, left - name_width)]
-    screen.row(HEADINGS, widths, "bold", RIGHT)
+    right = RIGHT[: len(numbers) - 1]
+    screen.row(rows[0], widths, "bold", right)
     above = part_of = ""
     for row, (name, *cells) in zip(plan["patterns"], rows[1:], strict=True):
         parent, component = _parent_of(row["pattern"]), row.get("component", "")
@@ -56,7 +60,7 @@ def draw_plan(screen: Screen, plan: Document) -> None:
         is_long = len(name) > name_width
         for part in _break_name(name, screen.width) if is_long else ():
             screen.line(part, style)
-        screen.row(("" if is_long else name, *cells), widths, style, RIGHT)
+        screen.row(("" if is_long else name, *cells), widths, style, right)
     screen.line("")
     for word, text in _sum_up(plan):
         screen.line(f"{word:<9}{text}", "bold" if word == "total" else "", hang=9)

@@ -310,26 +310,19 @@ class PartOptions(WorkOptions):
 
 
 def refuse_idle_options(options: AccessOptions) -> None:
-    """Raise InputError for an option that only the Hub would use.
+    """Raise InputError for --revision or --config where all is on this disk.
 
-    A name that is neither here nor on the Hub is refused later.
+    --token and --memory, which change no byte, may stand there: one script serves folders and
+    repositories. A name that is neither here nor on the Hub is refused later.
     """
     _refuse_idle_config(options)
-    declared = {each.name: each for each in declared_in(type(options))}
-    places = _places_here(options, [name for name in declared if declared[name].option.is_argument])
-    if places is None:
-        return
-    # The source of an artifact is read at its own revision; a token may write, too.
-    idle = ["revision"]
-    if _places_here(options, ["source"]) is not None:
-        idle += ["memory"]
-        idle += [] if getattr(options, "push_to_hub", None) else ["token"]
-    for name in idle:
-        if getattr(options, name) not in ("", declared[name].default):
-            verb = "is" if len(places) == 1 else "are"
-            detail = f"--{name} is for the Hub, and {' and '.join(places)} {verb} here"
-            step = f"Leave --{name} out; a repository is named as ORG/NAME."
-            raise InputError("idle-option", f"{detail}, on this disk", step)
+    declared = declared_in(type(options))
+    places = _places_here(options, [each.name for each in declared if each.option.is_argument])
+    if places is not None and options.revision:
+        verb = "is" if len(places) == 1 else "are"
+        detail = f"--revision is for the Hub, and {' and '.join(places)} {verb} here, on this disk"
+        step = "Leave --revision out; a repository is named as ORG/NAME."
+        raise InputError("idle-option", detail, step)
 
 
 def _refuse_idle_config(options: AccessOptions) -> None:

@@ -201,3 +201,12 @@ def test_a_real_plan_fits_the_terminal(width, capsys, tmp_path):
         line for line in table if not line.startswith(" ") and line.startswith("model.layers.[")
     ]
     assert len(headings) == len(set(headings))  # what has one parent stands together
+
+
+def test_a_narrow_plan_has_its_sizes_in_the_totals_alone(capsys):
+    rows = [row("lm_head", "copy", "an output head", output_bytes=2000), row("a.b", count=1234)]
+    wide, narrow = draw(capsys, rows, 80), draw(capsys, rows, 79)
+    assert wide[0].split() == ["modules", "count", "becomes", "before", "after", "why"]
+    assert narrow[0].split() == ["modules", "count", "becomes", "why"]
+    assert narrow[2].split() == ["a.b", "1,234", "nvfp4", "a", "linear", "layer"]
+    assert narrow[3:] == wide[3:]

@@ -1,19 +1,15 @@
-"""Options of the Hub mean nothing where everything is on this disk: exit 2, never ignored."""
+"""--revision means nothing where everything is on this disk: exit 2; --token and --memory stay."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from checkpoints import FIRST, Outcome, run, write_llama
+from checkpoints import FIRST, Outcome, read_folder, run, write_llama
 from fakehub import TOKEN
 from gguf_donors import model, write_donor
 
 import fp4convert
-
-OF_LOOKING = ("--revision=v1", "--token=hf_mine")  # what commands have that only look
-OF_ALL = (*OF_LOOKING, "--memory=2")
-LOOKING = ("inspect", "verify", "compare")
 
 
 @pytest.fixture
@@ -55,9 +51,17 @@ def refused(outcome: Outcome, option: str) -> None:
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_of_every_command(words, places):
     before = sorted(places.rglob("*"))
-    for given in OF_LOOKING if words[0] in LOOKING else OF_ALL:
-        refused(run(*words, given, "--json"), given.partition("=")[0])
+    refused(run(*words, "--revision=v1", "--json"), "--revision")
     assert sorted(places.rglob("*")) == before
+
+
+def test_one_script_serves_folders_and_repositories(places):
+    harmless = ("--token=hf_mine", "--memory=2")
+    assert run("quantize", "M", "--format", "nvfp4", "-o", "P", *harmless).code == 0
+    assert (places / "P" / FIRST).read_bytes() == (places / "Q" / FIRST).read_bytes()
+    outcome = run("verify", "P", "--source", "M", "--token=hf_mine")
+    assert outcome.code == 0
+    assert "hf_mine" not in f"{outcome.out}{outcome.err}{read_folder(places / 'P')}"
 
 
 def test_they_are_taken_for_what_is_on_the_hub(places, hub):
@@ -80,7 +84,7 @@ def test_from_python(places):
     with pytest.raises(fp4convert.InputError, match="--revision is for the Hub, and M is here"):
         fp4convert.inspect("M", revision="v1")
     with pytest.raises(fp4convert.InputError, match="Q and M are here"):
-        fp4convert.compare(["Q", "M"], source="M", token="hf_x")
+        fp4convert.compare(["Q", "M"], source="M", revision="v1")
 
 
 def test_what_is_nowhere_is_told_first(tmp_path):
