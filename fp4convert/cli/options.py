@@ -12,6 +12,7 @@ import typer
 
 from fp4convert.cli.help import RARE
 from fp4convert.commands.checks import checked
+from fp4convert.options.access import read_gigabytes
 from fp4convert.process import bus_errors
 from fp4convert.recipes.options import (
     OUTPUT,
@@ -57,6 +58,7 @@ DRY_RUN = Declared(
     "dry_run", bool, False, Option("Print the plan and write nothing.", panel=TARGET)
 )
 PLAIN_TYPES = (str, int, float, bool)
+GIGABYTES = "<gb>"
 PLAN = "draw_plan:draw_plan"  # of a dry run
 
 
@@ -167,6 +169,8 @@ def parameter_of(declared: Declared) -> Parameter:
     }
     if option.words or option.is_recipe or option.is_code:
         how["autocompletion"] = _completion_for(option)
+    if option.value == GIGABYTES:
+        how["parser"] = _gigabytes
     making: Any = typer.Argument if option.is_argument else typer.Option
     made = making(*flags_of(declared), **how)
     kind: Any = list[plain] if option.is_several else plain  # type: ignore[valid-type]
@@ -177,6 +181,17 @@ def parameter_of(declared: Declared) -> Parameter:
     return Parameter(
         name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=Annotated[kind, made]
     )
+
+
+def _gigabytes(text: str) -> float:
+    """Read the value of an option in GB."""
+    try:
+        return read_gigabytes(text)
+    except ValueError:
+        from fp4convert.report.text import escape
+
+        detail = f"{escape(text)} is no size; expected a number of GB: 24, 24GB or 22.4GiB"
+        raise typer.BadParameter(detail) from None
 
 
 def _argument_text(declared: Declared) -> str:

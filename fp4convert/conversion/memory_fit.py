@@ -7,13 +7,13 @@ for its kernels, activations and graphs: a tenth is this project's assumption.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from fp4convert.engines.gpus import find_gpu
 from fp4convert.errors import InputError
+from fp4convert.options.access import MOST_MEMORY, read_gigabytes
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.progress import size_text, tokens_text
 from fp4convert.storage.open import open_with_components
@@ -23,7 +23,6 @@ SHARE = 0.9
 USUAL_CONTEXT = 32_768  # tokens, or as many as the model has positions for
 BITS = {None: 16.0, "fp8": 8.0, "nvfp4": 4.5}  # of an element of the cache, with its scales
 GROWING, SLIDING = frozenset({"full_attention", "attention"}), frozenset({"sliding_attention"})
-_SIZE = re.compile(r"\s*([0-9.]+)\s*(GB|GiB|G)?\s*", re.I)
 
 
 def fit_options(options: QuantizeOptions) -> QuantizeOptions:
@@ -70,15 +69,14 @@ def _as_nbytes(card: float | str) -> int:
     """Return the bytes of 24, "24GB", "24 GiB" or "rtx3090"; else raise."""
     if gpu := find_gpu(str(card)):
         return gpu.memory * 10**9
-    match = _SIZE.fullmatch(str(card))
     try:
-        number = float(match[1]) if match else 0.0
+        number = read_gigabytes(str(card))
     except ValueError:
         number = 0.0
-    if not (match and 0 < number < 1e6):
+    if not 0 < number < MOST_MEMORY:
         detail = f"--fit {card}; expected a card or a number of GB: rtx5090, 24GB"
         raise InputError("target-range", detail, "Give the memory of the card: --fit 24GB.")
-    return int(number * ((1 << 30) if (match[2] or "").lower() == "gib" else 10**9))
+    return int(number * 10**9)
 
 
 def cache_nbytes(config: Mapping[str, Any], context: int, cache: str | None) -> int | None:

@@ -37,6 +37,15 @@ def ignore(line: str) -> None:
     """Do nothing with a line for people."""
 
 
+def read_gigabytes(text: str) -> float:
+    """Read 24, "24GB", "24G" or "22.4 GiB" as GB; ValueError for anything else."""
+    number = text.strip().lower()
+    for suffix, unit in (("gib", 1.024**3), ("gb", 1.0), ("g", 1.0)):
+        if number.endswith(suffix):
+            return float(number.removesuffix(suffix)) * unit
+    return float(number)
+
+
 def as_nbytes(gigabytes: float, what: str = "memory") -> int:
     """Return bytes for GB; inf means no limit."""
     if not gigabytes >= 0:

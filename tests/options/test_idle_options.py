@@ -10,6 +10,7 @@ from fakehub import TOKEN
 from gguf_donors import model, write_donor
 
 import fp4convert
+from fp4convert.options.access import read_gigabytes
 
 
 @pytest.fixture
@@ -100,3 +101,14 @@ def test_options_of_the_other_way_to_calibrate(places):
     outcome = run(*asked, "--self-generate=2", "--samples=3")
     assert outcome.json["error"]["code"] == "idle-option"
     assert outcome.json["error"]["next"] == "Write --self-generate 3, without --samples."
+
+
+@pytest.mark.parametrize(("text", "gigabytes"), [("24", 24), ("24GB", 24), ("1 GiB", 1.073741824)])
+def test_sizes_have_units(text, gigabytes):
+    assert read_gigabytes(text) == pytest.approx(gigabytes)
+
+
+def test_a_word_that_is_no_size(places):
+    outcome = run("quantize", "M", "--format", "nvfp4", "-o", "out", "--target-size", "nix")
+    assert outcome.code == 2
+    assert "nix is no size; expected a number of GB: 24, 24GB or 22.4GiB" in outcome.err
