@@ -73,6 +73,14 @@ W4A4 = ("nvfp4", "modelopt", 4)
         ("wan", "comfyui", "engine-refuses"),
         ("wan", "diffusers", W4A4),
         ("llama", "diffusers", "engine-refuses"),
+        # engines of pipelines that were read
+        ("wan", "sglang-diffusion", W4A4),
+        ("wan", "vLLM-Omni", W4A4),
+        ("wan", "visualgen", W4A4),
+        ("wan", "sglang-diffusion --activations 16", "engine-refuses"),
+        ("wan", "trtllm-visualgen --activations 16", "engine-refuses"),
+        ("llama", "sglang-diffusion", "engine-refuses"),
+        ("llama", "fouroversix", "engine-refuses"),
         ("llama", "vllm:0.20", "engine-refuses"),
         ("llama", "llama.cpp", "dialect-container"),
         # what several load
@@ -118,6 +126,15 @@ def test_the_first_choice_that_the_engine_loads_is_taken(name, words, expected, 
     shown = {key: found.json[key] for key in ("format", "dialect", "activations")}
     assert (*shown.values(),) == expected
     assert (found.code, found.json["healthy"]) == (0, True), found.json["findings"]
+
+
+def test_an_engine_that_reads_no_foreign_weights_is_named_with_the_reason(tmp_path):
+    source = MAKERS["llama"](tmp_path / "m")
+    done("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")
+    found = run("inspect", tmp_path / "out", "--for", "fouroversix", "--json")
+    (finding,) = (one for one in found.json["findings"] if one["level"] == "error")
+    assert (found.code, finding["code"]) == (6, "engine-refuses")
+    assert "reads what it saved itself" in finding["detail"]
 
 
 def test_layers_that_the_engine_reads_in_no_four_bits_are_kept(tmp_path):
