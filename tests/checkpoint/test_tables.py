@@ -8,7 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import Tensor, done, read_folder, weight, write_checkpoint
+from checkpoints import Tensor, done, read_folder, run, weight, write_checkpoint
 
 PLE = "model.language_model.layers.1.ple.ple_embedding"
 TABLE = f"{PLE}.ngram_embedding"
@@ -62,6 +62,28 @@ def test_a_table_stays_bit_for_bit_beside_its_scale(
     assert config["text_config"]["ple_embedding_dtype"] == "float8_e4m3fn"
     done("inspect", out)
     done("verify", out, "--source", checkpoint)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 0, -1])
+def test_a_scale_of_no_use_is_reported_and_refused(bad: float, tmp_path: Path) -> None:
+    """Of a source, before a byte is written, and of an artifact that carries it."""
+    checkpoint, stored = source(tmp_path / "m"), np.float32(bad).tobytes()
+    done("quantize", checkpoint, "--format", "nvfp4", "-o", tmp_path / "q")
+    for folder in (checkpoint, tmp_path / "q"):
+        (file,) = folder.glob("*.safetensors")
+        data = file.read_bytes()
+        assert data.count(SCALE.tobytes()) == 1
+        file.write_bytes(data.replace(SCALE.tobytes(), stored))
+        found = run("inspect", folder, "--json").json["findings"]
+        (finding,) = (one for one in found if one["level"] == "error")
+        assert (finding["code"], finding["tensor"]) == ("scale-not-finite", TABLE)
+    codes = [one["code"] for one in run("verify", tmp_path / "q", "--json").json["findings"]]
+    assert "scale-not-finite" in codes
+    for words in (("quantize", checkpoint, "--format", "nvfp4"), ("dequantize", tmp_path / "q")):
+        refused = run(*words, "-o", tmp_path / "no", "--json")
+        assert refused.json["error"]["code"] == "scale-not-finite"
+        assert TABLE in refused.json["error"]["message"]
+        assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize("is_split", [True, False])
