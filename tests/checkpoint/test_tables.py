@@ -64,6 +64,23 @@ def test_a_table_stays_bit_for_bit_beside_its_scale(
     done("verify", out, "--source", checkpoint)
 
 
+def test_four_bits_of_a_table_are_refused_where_engines_read_none(tmp_path: Path) -> None:
+    """vLLM 0.33 reads NVFP4 tables by other names, and SGLang 0.5.23 none: they want weight_scale_2
+    of the whole (Qwen4ExpPLENvFp4EmbeddingMethod), or FP8 (_ple_table_is_fp8).
+    """
+    tensors = {f"{TABLE}.shard_{number}.weight": weight(number, 96, 160) for number in range(2)}
+    config = {"model_type": "qwen4_exp", "text_config": TEXT}
+    tensors[f"{LINEAR}.weight"] = weight(9, 128, 128)
+    checkpoint = write_checkpoint(tmp_path / "m", {"model.safetensors": tensors}, config)
+    words = ("--include", "*ngram_embedding*", "--dry-run", "--json")
+    for engine in ("vllm", "sglang"):
+        error = run("quantize", checkpoint, "--for", engine, *words).json["error"]
+        assert error["code"] == "engine-refuses"
+        assert "leave it out of --include" in error["next"]
+    plan = done("quantize", checkpoint, "--format", "nvfp4", *words).json
+    assert any("shard_0 is an embedding" in each for each in plan["warnings"]), plan["warnings"]
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 0, -1])
 def test_a_scale_of_no_use_is_reported_and_refused(bad: float, tmp_path: Path) -> None:
     """Of a source, before a byte is written, and of an artifact that carries it."""
