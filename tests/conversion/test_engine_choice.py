@@ -240,6 +240,31 @@ def test_what_no_other_choice_mends_is_not_answered_with_one(model, words, step,
     assert (error["code"], error["next"]) == ("engine-refuses", step)
 
 
+def test_only_what_stands_in_the_way_is_to_be_excluded(tmp_path):
+    """Experts of one layer whose width has no whole blocks (Nemotron Puzzle); wq and wk of
+    Mistral's names, which vLLM reorders. The advised line is accepted.
+    """
+    names = [f"{n}.{leaf}" for n in (0, 1) for leaf in ("gate_proj", "up_proj", "down_proj")]
+    widths = {0: 128, 1: 72}  # gate and up have columns of the model, down of the experts
+    tensors = {}
+    for layer, width in widths.items():
+        for seed, name in enumerate(names):
+            shape = (64, width) if "down" in name else (width, 64)
+            tensors[f"model.layers.{layer}.mlp.experts.{name}.weight"] = weight(seed, *shape)
+    puzzle = write_single(tmp_path / "moe", tensors, {**LLAMA, "model_type": "qwen3_moe"})
+    leaves = ("attention.wq", "attention.wk", "attention.wo", "feed_forward.w1")
+    tensors = {f"layers.0.{leaf}.weight": weight(seed) for seed, leaf in enumerate(leaves)}
+    mistral = write_single(tmp_path / "mistral", tensors, LLAMA)
+    for source, steps in (
+        (puzzle, ["Use --exclude 'model.layers.1.mlp.experts.*'"]),
+        (mistral, ["Use --exclude 'layers.*.attention.wq' --exclude 'layers.*.attention.wk'"]),
+    ):
+        asked = ("quantize", source, "--for", "vllm", "--format", "nvfp4", "--dry-run", "--json")
+        error = run(*asked).json["error"]
+        assert (error["code"], [error["next"]]) == ("engine-refuses", steps)
+        done(*asked, *shlex.split(error["next"])[1:])
+
+
 def test_blocks_of_another_format_that_fit_are_advised(tmp_path):
     tensors = {f"{LAYER}.self_attn.o_proj.weight": weight(0, 64, 48)}  # three blocks of 16
     source = write_single(tmp_path / "m", tensors, LLAMA)
