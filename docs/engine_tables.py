@@ -164,6 +164,7 @@ def about(condition: Condition) -> str:
         ("is_mixed", "several formats", "one format"),
         ("is_diffusers", "Diffusers", ""),
         ("is_sharded", "several files", "one file"),
+        ("is_stacked", "experts in stacks", "experts one by one"),
         ("names_fused", "", "`qkv_proj` or `gate_up_proj` not named as their parts are"),
     ):
         value = getattr(condition, name)

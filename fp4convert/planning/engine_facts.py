@@ -48,6 +48,10 @@ def plan_contents(plan: Plan, checkpoint: Checkpoint) -> Contents:
         str(plan.target.dialect),
         frozenset(Part(*part) for part in parts),
         is_sharded=len(plan.shards) > 1,
+        is_stacked=any(
+            step.form and step.linears and EXPERTS in step.linears[0].module != step.module
+            for step in steps
+        ),
         cache=plan.target.kv_cache,
         findings=_uneven_codes(steps, checkpoint) | _unread_codes(plan, checkpoint),
         modules=frozenset([module for _, module in packed]),
