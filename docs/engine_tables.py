@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from fp4convert.engines.files import Engine, Preset, known_engines
+from fp4convert.engines.files import OTHERS, Engine, Preset, known_engines
 from fp4convert.engines.gpus import engines_with_kernels, known_gpus, use_of
 from fp4convert.engines.rows import Condition, Part, Row
 from fp4convert.options.writing import QuantizeOptions
@@ -77,9 +77,9 @@ def tried(engine: Engine) -> str:
 
 
 def chosen() -> Iterator[str]:
-    """List which options --for chooses for every engine."""
+    """List which options --for chooses for every engine that loads an artifact."""
     rows: list[tuple[object, ...]] = []
-    for engine in known_engines():
+    for engine in (one for one in known_engines(OTHERS) if one.dialects):
         presets = (usual_preset(engine), *(each for each in engine.presets if each.models))
         words = "; ".join(f"{each.only} `{each.words}`".strip() for each in presets)
         rows.append((f"`{engine.key}`", words))
@@ -106,7 +106,7 @@ def loading(engine: Engine, usual: Preset) -> str:
 def engines() -> Iterator[str]:
     """List what every engine is known to load."""
     rows: list[tuple[object, ...]] = []
-    for engine in known_engines():
+    for engine in known_engines(OTHERS):
         for row in (row for row in engine.rows if row.effect == "loads"):
             what = row.says.removeprefix("loads ") + only(row.condition)
             dialects = ", ".join(row.condition.dialects)
@@ -164,6 +164,7 @@ def about(condition: Condition) -> str:
         ("is_mixed", "several formats", "one format"),
         ("is_diffusers", "Diffusers", ""),
         ("is_sharded", "several files", "one file"),
+        ("is_stacked", "experts in stacks", "experts one by one"),
         ("names_fused", "", "`qkv_proj` or `gate_up_proj` not named as their parts are"),
     ):
         value = getattr(condition, name)

@@ -18,7 +18,7 @@ from engine_tables import engines, failures, table  # noqa: E402
 from judge_tables import classes, judged, whole_engine  # noqa: E402
 
 from fp4convert.cli.commands import COMMANDS  # noqa: E402
-from fp4convert.engines.files import known_engines  # noqa: E402
+from fp4convert.engines.files import OTHERS, known_engines  # noqa: E402
 from fp4convert.errors import read_catalogue  # noqa: E402
 from fp4convert.recipes.options import help_with_words, is_required  # noqa: E402
 
@@ -86,7 +86,7 @@ def engine_tables() -> Iterator[str]:
     yield "what the words mean.\n\n## What loads\n"
     yield from engines()
     yield "\n## What fails\n"
-    for engine in known_engines():
+    for engine in known_engines(OTHERS):
         yield f"### {engine.name}\n"
         yield from failures(engine)
         yield ""

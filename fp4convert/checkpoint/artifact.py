@@ -36,7 +36,7 @@ from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s
 from fp4convert.numerics.fp8_int import FP8_DTYPES
 from fp4convert.numerics.matrices import Blocks, Span
 from fp4convert.storage.checkpoint_files import ENGINE_RECORD, PLAN_FILE, RECORD
-from fp4convert.storage.json_text import parse_json_object
+from fp4convert.storage.json_text import as_text, parse_json_object, unquantized
 from fp4convert.storage.open import REPOSITORY, open_source
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Access, Source, read_whole, subfolder_of
@@ -262,6 +262,12 @@ def read_clues(source: Source) -> Clues:
     return Clues(config, read_json(source, ENGINE_RECORD), tensors, notes)
 
 
+def params_unquantized(source: Source) -> dict[str, str]:
+    """Return params.json without its record, by its name, if it has one."""
+    params = {} if source.checkpoint.config else read_json(source, PARAMS)
+    return {PARAMS: as_text(unquantized(params))} if "quantization" in params else {}
+
+
 def is_artifact(source: Source, clues: Clues) -> bool:
     """Return whether records describe it: ours, or an engine's of blocks.
 
@@ -359,10 +365,7 @@ def _read_identity(
     detail = f"{detail}, no record or names of {', '.join(DIALECTS)}"
     if eights := Counter(ref.dtype for ref in clues.tensors.values() if ref.dtype in FP8_DTYPES):
         words = " and ".join(f"{count} tensors of {dtype}" for dtype, count in eights.items())
-        is_mistral = clues.record and not source.checkpoint.config
-        why = f"{PARAMS} describes them in Mistral's own form, which is not judged here"
-        why = why if is_mistral else "no record or mark describes them for an engine"
-        detail = f"{reference} holds {words}, and {why};"
+        detail = f"{reference} holds {words}, and no record or mark describes them for an engine;"
         detail = f"{detail} quantize and dequantize read FP8 by the names of its scales"
     next_step = f"Quantize it: {quantize}"
     raise InputError("not-an-artifact", detail, next_step)

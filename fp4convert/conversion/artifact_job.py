@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from fp4convert.checkpoint.artifact import params_unquantized
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Group, with_fused
 from fp4convert.checkpoint.dialects.registry import dialect_named
@@ -116,6 +117,7 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
         records["config.json"] = {**config, **records.get("config.json", {})}
     # Written in this order: the index first.
     texts = {**index_text(plan), **{file: as_text(record) for file, record in records.items()}}
+    texts = {**params_unquantized(source), **texts}
     producer = {"name": "fp4convert", "version": __version__}
     origin = origin or _origin_of(source)
     contents = RecordContents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds)

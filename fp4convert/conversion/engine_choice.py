@@ -21,17 +21,18 @@ from fp4convert.checkpoint.whole_model import refuse_no_model
 from fp4convert.conversion.quantize import prepare_quantize
 from fp4convert.conversion.request import take_apart
 from fp4convert.engines.files import SERVERS, Engine, EngineAt, parse_engines
-from fp4convert.engines.rows import FOUR_BIT, Contents, Part
+from fp4convert.engines.rows import FOUR_BIT, Contents, Part, fit_any
 from fp4convert.engines.verdicts import Verdict, judge
 from fp4convert.engines.versions import Version
 from fp4convert.errors import ChoiceError, InputError, named, shell_line
 from fp4convert.numerics.formats import format_named
 from fp4convert.options.writing import QuantizeOptions
-from fp4convert.planning.engine_facts import plan_contents
+from fp4convert.planning.engine_facts import plan_contents, words_of_steps
 from fp4convert.planning.no_effect import refuse_empty, refuse_idle
 from fp4convert.planning.plan import Plan
 from fp4convert.recipes.options import Globs, as_globs
-from fp4convert.recipes.uneven_formats import EXPERTS_IN_PART
+from fp4convert.recipes.recipe import model_recipe
+from fp4convert.recipes.uneven_formats import EXPERTS, EXPERTS_IN_PART, find_uneven
 from fp4convert.storage.open import open_with_components
 from fp4convert.storage.source import Checkpoint, Source, stopping
 
@@ -41,6 +42,7 @@ DECIDED = ("dialect", "format", "activations")  # options that --for fills in
 TRIED = tuple(f"--{name}" for name in (*DECIDED, "exclude"))  # for advice
 # Options that may have to go, and their values without them.
 GIVEN_UP: dict[str, Any] = {"kv_cache": None, "exclude": (), "include": ()}
+MOST_GLOBS = 8  # of an advice
 NO_ADVICE = "Nothing of this model is known to load there; choose another engine."
 
 
@@ -232,15 +234,40 @@ def _advise(asked: Asked, given: Choices) -> str:
     newest = asked._replace(version=asked.engine.version)
     is_newest = asked.version == asked.engine.version
     for at in (asked,) if is_newest else (asked, newest):
-        for more in ((), (ALL_EXPERTS,)):
+        for more in dict.fromkeys(((), _globs_in_the_way(at, given), (ALL_EXPERTS,))):
             wished = given._replace(exclude=(*given.exclude, *more))
-            if (change := _find_change(at, wished, bool(more))) is not None:
+            if (change := _find_change(at, wished, more == (ALL_EXPERTS,))) is not None:
                 words = [*change, *(word for glob in more for word in ("--exclude", glob))]
                 if at.version == asked.version:
                     return f"Use {shell_line(*words)}"
                 line = shell_line("--for", at.engine.key, *words)
                 return f"{at.engine.called()} loads it: {line}"
     return ""
+
+
+def _globs_in_the_way(asked: Asked, given: Choices) -> tuple[str, ...]:
+    """Return globs of modules without which the first choice may load; () for many.
+
+    These are named by the row that decides, or have several formats where engines want one.
+    """
+    found: dict[str, None] = {}
+    for name, part in asked.parts.items():
+        try:
+            plan = asked.plan(name, _candidates(asked, given)[0])
+        except InputError:
+            return ()
+        contents, words = plan_contents(plan, part.checkpoint), words_of_steps(plan.steps)
+        layers = {module.partition(EXPERTS)[0] for module in words if EXPERTS in module}
+        uneven = find_uneven(words, model_recipe(part.checkpoint.config).groups)
+        in_part = [f"{one.parent}.*" for one in uneven if one.code == EXPERTS_IN_PART]
+        if len(in_part) < len(layers):  # else all experts are
+            found |= dict.fromkeys(in_part)
+        groups = (one.modules for one in uneven if one.code != EXPERTS_IN_PART)
+        found |= dict.fromkeys(each for one in groups for word in one if word for each in one[word])
+        rows = [judge(engine, contents, version).row for engine, version in asked.every]
+        globs = [glob for row in rows if row for glob in row.condition.modules]
+        found |= dict.fromkeys(glob for glob in globs if fit_any((glob,), contents.modules))
+    return tuple(found) if len(found) <= MOST_GLOBS else ()
 
 
 def _give_up(asked: Asked, given: Choices) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.artifact import Artifact, params_unquantized
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, ACTIVATIONS_FP8, Form
 from fp4convert.checkpoint.dialects.registry import dialect_named
@@ -121,7 +121,8 @@ def dequantize(source: Source, plan: Plan, output: Path, settings: Settings) -> 
             OutputError as open_output does
     """
     refuse_harmed(source, output, settings)
-    texts, last = index_text(plan), plan.shards[-1].file
+    texts = {**params_unquantized(source), **index_text(plan)}
+    last = plan.shards[-1].file
     if all(shard.frame.container == "safetensors" for shard in source.checkpoint.shards):
         last, dtype = "config.json", FLOAT_TYPES[dtype_named(plan.target.format)].config_name
         texts[last] = as_text(unquantized(_widen_dtypes(source.checkpoint.config, dtype)))

@@ -30,7 +30,8 @@ ENGINES = (  # words of --for, in the order of lists
 SERVERS = ENGINES[:4]  # which read the class of a model in config.json
 # Programs made of an engine, which nobody looked at themselves.
 MADE_OF = {"lm-studio": "llama.cpp", "koboldcpp": "llama.cpp", "llamafile": "llama.cpp"}
-OTHERS = ("ollama",)  # engines of --for that are in no list: no model was loaded in them
+# Engines of --for that no list of engines has: they were read, and no model was loaded in them.
+OTHERS = ("ollama", "sglang-diffusion", "vllm-omni", "visualgen", "fouroversix")
 NICKNAMES = {
     "trtllm": "tensorrt-llm",
     "tensorrt": "tensorrt-llm",
@@ -39,6 +40,7 @@ NICKNAMES = {
     "hf": "transformers",
     "huggingface": "transformers",
     "llm-compressor": "vllm",
+    "trtllm-visualgen": "visualgen",
 }
 
 
@@ -205,9 +207,9 @@ class Engine(NamedTuple):
         return f"{self.name} {versions}" if versions else self.name
 
 
-def known_engines() -> tuple[Engine, ...]:
-    """Read every engine, in the order of ENGINES."""
-    return tuple(map(read_engine, ENGINES))
+def known_engines(more: tuple[str, ...] = ()) -> tuple[Engine, ...]:
+    """Read every engine, in the order of ENGINES, and more by their keys."""
+    return tuple(map(read_engine, (*ENGINES, *more)))
 
 
 @cache

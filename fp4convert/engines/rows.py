@@ -42,6 +42,7 @@ class Contents(NamedTuple):
     model      model_type of config.json
     classes    names of classes in config.json
     inner      types of models inside the class that config.json chooses: "text_config=llama"
+    is_stacked  experts lie in stacks, not one by one
     has_code   config.json names Python code beside the weights
     names_fused  records name qkv_proj and gate_up_proj beside their parts, as ours do
     findings   codes that inspect reports; of a plan only those about formats
@@ -58,6 +59,7 @@ class Contents(NamedTuple):
     inner: str = ""
     is_diffusers: bool = False
     is_sharded: bool = False
+    is_stacked: bool = False
     cache: str | None = None
     has_code: bool = False
     names_fused: bool = True
@@ -108,6 +110,7 @@ class Condition(NamedTuple):
     is_mixed: bool | None = None
     is_diffusers: bool | None = None
     is_sharded: bool | None = None
+    is_stacked: bool | None = None
     names_fused: bool | None = None
 
     def fits(self, contents: Contents) -> bool:
@@ -124,6 +127,7 @@ class Condition(NamedTuple):
             "is_mixed": len(words) > 1,
             "is_diffusers": contents.is_diffusers,
             "is_sharded": contents.is_sharded,
+            "is_stacked": contents.is_stacked,
             "names_fused": contents.names_fused,
         }
         return (

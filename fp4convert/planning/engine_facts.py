@@ -48,6 +48,10 @@ def plan_contents(plan: Plan, checkpoint: Checkpoint) -> Contents:
         str(plan.target.dialect),
         frozenset(Part(*part) for part in parts),
         is_sharded=len(plan.shards) > 1,
+        is_stacked=any(
+            step.form and step.linears and EXPERTS in step.linears[0].module != step.module
+            for step in steps
+        ),
         cache=plan.target.kv_cache,
         findings=_uneven_codes(steps, checkpoint) | _unread_codes(plan, checkpoint),
         modules=frozenset([module for _, module in packed]),
@@ -55,8 +59,8 @@ def plan_contents(plan: Plan, checkpoint: Checkpoint) -> Contents:
     return with_model(contents, checkpoint)
 
 
-def _uneven_codes(steps: Iterable[Step], checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the findings on formats that inspect would report."""
+def words_of_steps(steps: Iterable[Step]) -> dict[str, str]:
+    """Return the word of each module's format, "" where it stays."""
     words: dict[str, str] = {}
     for step in steps:
         if step.form is None:
@@ -65,7 +69,12 @@ def _uneven_codes(steps: Iterable[Step], checkpoint: Checkpoint) -> frozenset[st
         word = step.form.word
         for linear in step.linears:
             words[linear.module] = word
-    recipe = model_recipe(checkpoint.config)
+    return words
+
+
+def _uneven_codes(steps: Iterable[Step], checkpoint: Checkpoint) -> frozenset[str]:
+    """Return the findings on formats that inspect would report."""
+    words, recipe = words_of_steps(steps), model_recipe(checkpoint.config)
     codes = {uneven.code for uneven in find_uneven(words, recipe.groups)}
     return frozenset({*codes, *([DRAFT_FORMAT] if find_differing(words, recipe) else [])})
 

@@ -52,6 +52,7 @@ def artifact_contents(artifact: Artifact, findings: Sequence[Finding]) -> Conten
         artifact.dialect,
         frozenset(Part(*part) for part in parts),
         is_sharded=len(artifact.source.checkpoint.shards) > 1,
+        is_stacked=any(EXPERTS in name and one.stem != name for name, one in modules.items()),
         cache=artifact.forms[0].kv_cache,
         findings=frozenset(finding.code for finding in findings),
         names_fused=names_fused(artifact),

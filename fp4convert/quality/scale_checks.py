@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.record import TABLE, TABLE_SCALES
 from fp4convert.errors import Finding, InputError, Level
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, LARGEST_CODE, block_steps
@@ -297,11 +298,19 @@ def _check_dtype(fmt: Format, histograms: list[NDArray[np.int64]]) -> Iterator[F
 
 
 def check_other_scales(artifact: Artifact) -> Iterator[Finding]:
-    """Check the scales of FP8, MXFP8 and int4 modules."""
-    if not artifact.others:  # of most artifacts: what reads eight bits is not loaded
+    """Check the scales of FP8, MXFP8 and int4 modules, and of tables that stay."""
+    tables = [
+        ref
+        for name, ref in artifact.tensors.items()
+        if name.endswith(TABLE_SCALES) and TABLE.fullmatch(name.rpartition(".")[0])
+    ]
+    if not (artifact.others or tables):  # of most artifacts: what reads eight bits is not loaded
         return
-    from fp4convert.checkpoint.encodings.fp8 import decode_scales
+    from fp4convert.checkpoint.encodings.fp8 import decode_scales, fault_of_table
 
+    for ref in tables:
+        if ref.elements == 1 and (fault := fault_of_table(artifact.source, ref)):
+            yield Finding("error", "scale-not-finite", ref.name.rpartition(".")[0], fault)
     zeros, source = list[str](), artifact.source
     for module, packed in artifact.others.items():
         ref = packed.refs[1]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import done, run
 from safetensors.torch import load_file, save_file
 from tiny_models import fp4convert, fp4convert_json
 
@@ -141,3 +142,26 @@ def test_every_command_reads_it(tmp_path: Path, layout: Layout) -> None:
         words = ("--dialect", "compressed-tensors", "-q", "-o", tmp_path / "carried")
         fp4convert("transcode", source, *words)
         fp4convert("dequantize", tmp_path / "carried", "-o", tmp_path / "again", "-q")
+
+
+def test_stacks_are_read_where_experts_one_by_one_are_not(tmp_path: Path) -> None:
+    """SGLang 0.5.23, models/step3p5.py: Step's experts lie in stacks, as ModelOpt leaves them."""
+    tensors, config, _ = stacked()
+    source, plain = tmp_path / "source", tmp_path / "plain"
+    floats = {f"model.layers.0.moe.{one}_proj.weight": (3, 64, 64) for one in ("gate", "up")}
+    floats |= {"model.layers.0.moe.down_proj.weight": (3, 64, 64)}
+    made = {name: torch.rand(shape).bfloat16() for name, shape in floats.items()}
+    made["model.layers.0.mlp.down_proj.weight"] = torch.rand(64, 64).bfloat16()
+    bare = {key: value for key, value in config.items() if key != "quantization_config"}
+    for folder, stored, record in ((source, tensors, config), (plain, made, bare)):
+        folder.mkdir()
+        save_file(stored, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(record))
+    assert done("inspect", source, "--for", "sglang").code == 0
+    words = ("quantize", plain, "--dialect", "modelopt", "-o", tmp_path / "out", "--json")
+    error = run(*words, "--for", "sglang").json["error"]
+    assert error["code"] == "engine-refuses"
+    assert "as stacks alone" in error["message"]
+    assert done(*words, "--for", "vllm").code == 0
+    found = run("inspect", tmp_path / "out", "--for", "sglang", "--json")
+    assert found.code == 6

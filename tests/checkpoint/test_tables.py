@@ -8,7 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import Tensor, done, read_folder, weight, write_checkpoint
+from checkpoints import Tensor, done, read_folder, run, weight, write_checkpoint
 
 PLE = "model.language_model.layers.1.ple.ple_embedding"
 TABLE = f"{PLE}.ngram_embedding"
@@ -62,6 +62,45 @@ def test_a_table_stays_bit_for_bit_beside_its_scale(
     assert config["text_config"]["ple_embedding_dtype"] == "float8_e4m3fn"
     done("inspect", out)
     done("verify", out, "--source", checkpoint)
+
+
+def test_four_bits_of_a_table_are_refused_where_engines_read_none(tmp_path: Path) -> None:
+    """vLLM 0.33 reads NVFP4 tables by other names, and SGLang 0.5.23 none: they want weight_scale_2
+    of the whole (Qwen4ExpPLENvFp4EmbeddingMethod), or FP8 (_ple_table_is_fp8).
+    """
+    tensors = {f"{TABLE}.shard_{number}.weight": weight(number, 96, 160) for number in range(2)}
+    config = {"model_type": "qwen4_exp", "text_config": TEXT}
+    tensors[f"{LINEAR}.weight"] = weight(9, 128, 128)
+    checkpoint = write_checkpoint(tmp_path / "m", {"model.safetensors": tensors}, config)
+    words = ("--include", "*ngram_embedding*", "--dry-run", "--json")
+    for engine in ("vllm", "sglang"):
+        error = run("quantize", checkpoint, "--for", engine, *words).json["error"]
+        assert error["code"] == "engine-refuses"
+        assert "leave it out of --include" in error["next"]
+    plan = done("quantize", checkpoint, "--format", "nvfp4", *words).json
+    assert any("shard_0 is an embedding" in each for each in plan["warnings"]), plan["warnings"]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 0, -1])
+def test_a_scale_of_no_use_is_reported_and_refused(bad: float, tmp_path: Path) -> None:
+    """Of a source, before a byte is written, and of an artifact that carries it."""
+    checkpoint, stored = source(tmp_path / "m"), np.float32(bad).tobytes()
+    done("quantize", checkpoint, "--format", "nvfp4", "-o", tmp_path / "q")
+    for folder in (checkpoint, tmp_path / "q"):
+        (file,) = folder.glob("*.safetensors")
+        data = file.read_bytes()
+        assert data.count(SCALE.tobytes()) == 1
+        file.write_bytes(data.replace(SCALE.tobytes(), stored))
+        found = run("inspect", folder, "--json").json["findings"]
+        (finding,) = (one for one in found if one["level"] == "error")
+        assert (finding["code"], finding["tensor"]) == ("scale-not-finite", TABLE)
+    codes = [one["code"] for one in run("verify", tmp_path / "q", "--json").json["findings"]]
+    assert "scale-not-finite" in codes
+    for words in (("quantize", checkpoint, "--format", "nvfp4"), ("dequantize", tmp_path / "q")):
+        refused = run(*words, "-o", tmp_path / "no", "--json")
+        assert refused.json["error"]["code"] == "scale-not-finite"
+        assert TABLE in refused.json["error"]["message"]
+        assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize("is_split", [True, False])

@@ -73,6 +73,14 @@ W4A4 = ("nvfp4", "modelopt", 4)
         ("wan", "comfyui", "engine-refuses"),
         ("wan", "diffusers", W4A4),
         ("llama", "diffusers", "engine-refuses"),
+        # engines of pipelines that were read
+        ("wan", "sglang-diffusion", W4A4),
+        ("wan", "vLLM-Omni", W4A4),
+        ("wan", "visualgen", W4A4),
+        ("wan", "sglang-diffusion --activations 16", "engine-refuses"),
+        ("wan", "trtllm-visualgen --activations 16", "engine-refuses"),
+        ("llama", "sglang-diffusion", "engine-refuses"),
+        ("llama", "fouroversix", "engine-refuses"),
         ("llama", "vllm:0.20", "engine-refuses"),
         ("llama", "llama.cpp", "dialect-container"),
         # what several load
@@ -118,6 +126,15 @@ def test_the_first_choice_that_the_engine_loads_is_taken(name, words, expected, 
     shown = {key: found.json[key] for key in ("format", "dialect", "activations")}
     assert (*shown.values(),) == expected
     assert (found.code, found.json["healthy"]) == (0, True), found.json["findings"]
+
+
+def test_an_engine_that_reads_no_foreign_weights_is_named_with_the_reason(tmp_path):
+    source = MAKERS["llama"](tmp_path / "m")
+    done("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")
+    found = run("inspect", tmp_path / "out", "--for", "fouroversix", "--json")
+    (finding,) = (one for one in found.json["findings"] if one["level"] == "error")
+    assert (found.code, finding["code"]) == (6, "engine-refuses")
+    assert "reads what it saved itself" in finding["detail"]
 
 
 def test_layers_that_the_engine_reads_in_no_four_bits_are_kept(tmp_path):
@@ -221,6 +238,31 @@ def test_what_no_other_choice_mends_is_not_answered_with_one(model, words, step,
     (source / "config.json").write_text(json.dumps({**config, "model_type": model}))
     error = run("quantize", source, "--for", *words.split(), "--json").json["error"]
     assert (error["code"], error["next"]) == ("engine-refuses", step)
+
+
+def test_only_what_stands_in_the_way_is_to_be_excluded(tmp_path):
+    """Experts of one layer whose width has no whole blocks (Nemotron Puzzle); wq and wk of
+    Mistral's names, which vLLM reorders. The advised line is accepted.
+    """
+    names = [f"{n}.{leaf}" for n in (0, 1) for leaf in ("gate_proj", "up_proj", "down_proj")]
+    widths = {0: 128, 1: 72}  # gate and up have columns of the model, down of the experts
+    tensors = {}
+    for layer, width in widths.items():
+        for seed, name in enumerate(names):
+            shape = (64, width) if "down" in name else (width, 64)
+            tensors[f"model.layers.{layer}.mlp.experts.{name}.weight"] = weight(seed, *shape)
+    puzzle = write_single(tmp_path / "moe", tensors, {**LLAMA, "model_type": "qwen3_moe"})
+    leaves = ("attention.wq", "attention.wk", "attention.wo", "feed_forward.w1")
+    tensors = {f"layers.0.{leaf}.weight": weight(seed) for seed, leaf in enumerate(leaves)}
+    mistral = write_single(tmp_path / "mistral", tensors, LLAMA)
+    for source, steps in (
+        (puzzle, ["Use --exclude 'model.layers.1.mlp.experts.*'"]),
+        (mistral, ["Use --exclude 'layers.*.attention.wq' --exclude 'layers.*.attention.wk'"]),
+    ):
+        asked = ("quantize", source, "--for", "vllm", "--format", "nvfp4", "--dry-run", "--json")
+        error = run(*asked).json["error"]
+        assert (error["code"], [error["next"]]) == ("engine-refuses", steps)
+        done(*asked, *shlex.split(error["next"])[1:])
 
 
 def test_blocks_of_another_format_that_fit_are_advised(tmp_path):

@@ -126,6 +126,18 @@ def test_what_llamacpp_reads_as_floats_alone_stays(way: str, word: str, tmp_path
     assert {after[name].tensor_type.name for name in (EMBEDDING, HEAD)} == {narrow}
 
 
+def test_matrices_around_a_state_are_quantized(tmp_path: Path) -> None:
+    """As by llama.cpp itself (src/llama-quant.cpp); what is small stays, too."""
+    kinds = {"ssm_in": "MXFP4", "ssm_out": "MXFP4", "ssm_x": "F32", "ssm_dt": "F32"}
+    kinds |= {"ssm_ba": "F32", "ssm_conv1d": "F32"}
+    states = {f"blk.0.{name}.weight": np.ones((64, 64), np.float32) for name in kinds}
+    source = write_donor(tmp_path / "m.gguf", {**model(), **states}, "F32")
+    done("quantize", source, "--format", "mxfp4", "--dialect", "gguf", "-o", tmp_path / "q")
+    after = read(tmp_path / "q" / "m.gguf")
+    found = {name: after[f"blk.0.{name}.weight"].tensor_type.name for name in kinds}
+    assert found == kinds
+
+
 def test_verify_compares_what_became_q8_0(donors: dict[str, Path], tmp_path: Path) -> None:
     words = ("--format", "mxfp4", "--dialect", "gguf", "--keep-dtype", "q8_0")
     done("quantize", donors["BF16"], *words, "-o", tmp_path / "q")

@@ -7,7 +7,7 @@ import pytest
 from engine_contents import contents
 from paths import ROOT
 
-from fp4convert.checkpoint.dialects.registry import DIALECTS
+from fp4convert.checkpoint.dialects.registry import DIALECTS, READ_ONLY
 from fp4convert.engines.files import (
     ENGINES,
     MADE_OF,
@@ -18,19 +18,20 @@ from fp4convert.engines.files import (
     judged_as,
     known_engines,
     parse_engine,
+    read_engine,
 )
 from fp4convert.engines.rows import FAILS
 from fp4convert.engines.verdicts import judge
 from fp4convert.errors import InputError, read_catalogue
 
-ROWS = [(engine, row) for engine in known_engines() for row in engine.rows]
+ROWS = [(engine, row) for engine in known_engines(OTHERS) for row in engine.rows]
 FINDINGS = {code for topic in read_catalogue()["findings"] for code in topic["codes"]}
 
 
 def test_every_engine_has_a_file_and_every_file_an_engine():
     files = {file.stem for file in (ROOT / "configs" / "engines").glob("*.toml")}
     assert files == {*ENGINES, *OTHERS, "gpus"}
-    assert {*NICKNAMES.values(), *MADE_OF.values()} <= set(ENGINES)
+    assert {*NICKNAMES.values(), *MADE_OF.values()} <= {*ENGINES, *OTHERS}
 
 
 FORMS = {"nvfp4", "mxfp4", "mxfp8", *(f"fp8 {each}" for each in ("tensor", "row", "128x128"))}
@@ -43,7 +44,7 @@ def test_every_row_is_whole(engine, row):
     assert row.says
     assert row.source
     assert bool(row.instead) == (row.effect != "loads")
-    assert set(row.condition.dialects) <= set(DIALECTS)
+    assert set(row.condition.dialects) <= {*DIALECTS, *READ_ONLY}
     assert set(row.condition.formats) <= FORMS
     assert set(row.condition.findings) <= FINDINGS
     assert row.proof or row.tried != "run"
@@ -53,16 +54,21 @@ def test_every_row_is_whole(engine, row):
         assert not row.condition.findings
 
 
-@pytest.mark.parametrize("engine", known_engines(), ids=lambda engine: engine.key)
+READ = tuple(key for key in OTHERS if read_engine(key).dialects)
+OF_PIPELINES = ("diffusers", "sglang-diffusion", "vllm-omni", "visualgen")
+
+
+@pytest.mark.parametrize("engine", known_engines(READ), ids=lambda engine: engine.key)
 def test_what_is_to_be_typed_loads(engine):
     """Of a plain model, or of those that a preset names."""
+    classes = {"classes": ("FluxTransformer2DModel",)} if engine.key in OF_PIPELINES else {}
     assert any(not preset.models for preset in engine.presets)
     for preset in engine.presets:
         kinds = {preset.format + (" w4a4" if preset.activations == 4 else "")}
         kinds = {f"{kind} experts" for kind in kinds} if preset.keeps_others else kinds
         usual = "" if engine.key == "comfyui" else "llama"
         model = preset.models[0].replace("*", "") if preset.models else usual
-        made = contents(preset.dialect, *kinds, model=model, is_diffusers=engine.key == "diffusers")
+        made = contents(preset.dialect, *kinds, model=model, is_diffusers=bool(classes), **classes)
         assert judge(engine, made).may_load, preset
 
 

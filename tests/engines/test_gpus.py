@@ -147,6 +147,7 @@ def test_explain_answers_cards_and_engines():
     told = run("explain", "ollama").out
     assert told.startswith("ollama: ")
     assert "refuses gguf: stops at NVFP4" in told
+    assert "knows FP8 and NVFP4 of ModelOpt alone" in run("explain", "sglang-diffusion").out
 
 
 def test_an_unknown_card_is_refused_before_the_source_is_opened(tmp_path):

@@ -5,9 +5,10 @@ say, and a record with `wkv_a_with_mqa` is a KeyError.
 """
 
 import json
+import struct
 
 import pytest
-from checkpoints import pack_shard, run, weight
+from checkpoints import done, pack_shard, run, weight
 
 HUGGING_FACE = "the Hugging Face form of the same release"
 DENSE = ("attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_forward.w1")
@@ -76,3 +77,69 @@ def test_the_hugging_face_form_beside_it_is_taken(tmp_path):
     config = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     (source / "config.json").write_text(json.dumps(config))
     assert run("quantize", source, "--for", "vllm", "-o", out).code == 0
+
+
+FP8 = {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}
+PARAMS = {"dim": 64, "n_layers": 1}
+
+
+def write_fp8(folder, scale=0.001, act="F32", **record):
+    """One scale a matrix and one for its inputs, and a cache's own, as Mistral ships them."""
+    folder.mkdir()
+    tensors = {"tok_embeddings.weight": weight(9, 96, 64)}
+    for leaf in DENSE:
+        module = f"layers.0.{leaf}"
+        tensors[f"{module}.weight"] = ("F8_E4M3", (64, 64), bytes(range(0x20, 0x60)) * 64)
+        tensors[f"{module}.qscale_weight"] = ("F32", (), struct.pack("<f", scale))
+        if act:
+            tensors[f"{module}.qscale_act"] = (act, (1,), struct.pack("<f", 0.5))
+    tensors["layers.0.attention.k_fake_quantizer.qscale_act"] = ("F32", (), bytes(4))
+    (folder / "consolidated.safetensors").write_bytes(pack_shard(tensors))
+    quantization = {**FP8, **record}
+    (folder / "params.json").write_text(json.dumps({**PARAMS, "quantization": quantization}))
+    return folder
+
+
+def test_its_fp8_is_judged_as_other_fp8_is(tmp_path):
+    found = done("inspect", write_fp8(tmp_path / "m"), "--json").json
+    assert (found["format"], found["dialect"], found["granularity"]) == ("fp8", "mistral", "tensor")
+    assert (found["tensors"]["quantized"], found["activations"]) == (len(DENSE), 8)
+    loads = {one["engine"]: (one["loads"], one["evidence"]) for one in found["engines"]}
+    assert loads["vllm"] == loads["sglang"] == (None, "read")  # which both have names for
+    assert loads["transformers"][0] is False
+    assert done("inspect", write_fp8(tmp_path / "d", act="", qscheme_act="NO_SCALES"))
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ({"scale": float("nan")}, "scale-not-finite"),
+        ({"scale": -1.0}, "scale-negative"),
+        ({"qformat_weight": "int4"}, "not-an-artifact"),
+    ],
+)
+def test_faults_of_its_scales_are_named(words, code, tmp_path):
+    outcome = run("inspect", write_fp8(tmp_path / "m", **words), "--json")
+    if code == "not-an-artifact":
+        assert outcome.json["error"]["code"] == code
+        return
+    assert outcome.code == 6
+    assert code in {one["code"] for one in outcome.json["findings"]}
+
+
+def test_results_no_longer_say_that_they_are_fp8(tmp_path):
+    """vLLM 0.33 takes "quantization" of params.json for the record."""
+    source = write_fp8(tmp_path / "m")
+    done("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q")
+    done("dequantize", source, "-o", tmp_path / "f")
+    done("transcode", source, "--dialect", "modelopt", "-o", tmp_path / "t")
+    for name in "qft":
+        assert json.loads((tmp_path / name / "params.json").read_text()) == PARAMS
+    assert done("verify", tmp_path / "q", "--source", tmp_path / "f")
+
+
+def test_it_is_never_written(tmp_path):
+    words = ("--format", "fp8", "--dialect", "mistral", "--json", "-o", tmp_path / "q")
+    error = run("quantize", write_fp8(tmp_path / "m"), *words).json["error"]
+    assert error["code"] == "dialect-format"
+    assert "is read, and never written" in error["message"]

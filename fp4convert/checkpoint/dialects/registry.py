@@ -31,6 +31,7 @@ DIALECTS = (  # in the order in which an artifact is asked whether it is one of 
     "gguf",
     "plain",
 )
+READ_ONLY = ("mistral",)  # read, and never written
 ALWAYS_FOUR = ("nunchaku",)  # with low-rank corrections; engines quantize activations, too
 METHODS = {  # quant_method in the record of an engine
     "compressed-tensors": "compressed-tensors",
@@ -40,6 +41,7 @@ METHODS = {  # quant_method in the record of an engine
     "deepseek": "fp8",
     "nunchaku": "nunchaku_lite",
 }
+MISTRAL_KEY = "qformat_weight"  # of "quantization" in params.json
 MLX_KEYS = ("quantization", "quantization_config")  # of config.json; mlx-lm reads the first
 COMFY_MARK = ".comfy_quant"  # ends the tensor that names a module's format for ComfyUI
 OLD_MARK = "scaled_fp8"  # of a file or a part whose FP8 scales have ComfyUI's names of 2024
@@ -71,7 +73,7 @@ _TELLING_ENDINGS_OF_FLOATS = tuple(
 @cache
 def dialect_named(name: str) -> Dialect:
     """Return the dialect of that name; InputError names the known ones."""
-    if name not in DIALECTS:
+    if name not in (*DIALECTS, *READ_ONLY):
         from fp4convert.engines.files import find_engine
 
         if engine := find_engine(name):
@@ -103,7 +105,9 @@ def recognise(clues: Clues) -> Iterator[tuple[str, tuple[Group, ...]]]:
         suspects.add("comfy")
     if any(ref.dtype in GGUF_TYPES for ref in tensors.values()):
         suspects.add("gguf")
-    for name in DIALECTS:
+    if MISTRAL_KEY in record:
+        suspects.add("mistral")
+    for name in (*DIALECTS, *READ_ONLY):
         if name in suspects and (groups := dialect_named(name).recognise(clues)):
             yield name, groups
 

@@ -29,7 +29,8 @@ def dialect_to_write(target: Target) -> Dialect:
     traits = dialect.TRAITS
     if form.format not in traits.writes:
         able = ", ".join(fmt.name for fmt in traits.writes)
-        detail = f"dialect {name} cannot hold {form.format.name}; it holds {able}"
+        able = f"holds {able}" if able else "is read, and never written"
+        detail = f"dialect {name} cannot hold {form.format.name}; it {able}"
         raise ChoiceError("dialect-format", detail)
     if target.scale_layout is not None and target.scale_layout not in traits.layouts:
         detail = f"dialect {name} cannot hold block scales in layout {target.scale_layout!r}"

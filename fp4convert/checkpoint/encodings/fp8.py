@@ -40,6 +40,7 @@ from fp4convert.checkpoint.encodings.base import (
     check_scales_finite,
     input_scale_of,
     scales_missing,
+    scales_not_finite,
     stored_beside,
 )
 from fp4convert.checkpoint.record import TABLE
@@ -104,6 +105,11 @@ class Fp8(CodingDefaults):
 
     def is_decoded_by_cpu(self, linear: Linear) -> bool:
         return linear.refs[0].dtype == "F8_E5M2"
+
+    def check(self, linear: Linear, source: Source) -> None:
+        """Raise NumericError for a table that stays, under a scale of no use."""
+        if self.is_at_home and (fault := fault_of_table(source, linear.refs[1])):
+            raise scales_not_finite(linear.module, fault)
 
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         codes, *scales = linear.refs
@@ -210,6 +216,13 @@ def decode_scales(stored: memoryview, dtype: str) -> Float32s:
     if dtype in E8M0_DTYPES:
         return decode_e8m0(flat)
     return np.frombuffer(stored, FLOAT_DTYPES[dtype]).astype(np.float32)
+
+
+def fault_of_table(source: Source, ref: TensorRef) -> str:
+    """Say what is wrong with the one scale of a table; "" for nothing."""
+    (scale,) = decode_scales(source.read_range(ref, 0, ref.nbytes), ref.dtype)
+    is_useful = 0 < scale < np.inf
+    return "" if is_useful else f"the scale of its table, {ref.name}, is {scale:g}"
 
 
 def as_stored(scales: Float32s, form: Form) -> memoryview:
