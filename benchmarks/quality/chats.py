@@ -1,6 +1,6 @@
 """What the kind of calibration text changes for a model that was trained on conversations.
 
-python benchmarks/quality/chats.py [FOLDER]
+python benchmarks/bench.py chats [FOLDER]
 
 Trains the small language model of the fidelity page on conversations of its own chat template: a
 docstring of Python's standard library asks, the function's source answers. Then rounds it by GPTQ
@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import models
 import torch
+
+from harness.measure import ROOT
+from quality import models, tiny
+from quality.fidelity import run
 
 TEMPLATE = "{% for each in messages %}<|{{ each.role }}|>\n{{ each.content }}</s>\n{% endfor %}"
 LONGEST = 1500  # characters of an answer
@@ -44,17 +46,23 @@ def conversations(what: str) -> Iterator[list[dict[str, str]]]:
             ]
 
 
+def write_conversations(what: str, file: Path) -> Path:
+    """Write the conversations of one set as --chat takes them."""
+    lines = (json.dumps({"messages": each}) for each in conversations(what))
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return file
+
+
 def write(folder: Path) -> Path:
     """Train the model in FOLDER, where it is not there, and write all texts."""
     for what in models.SETS:
-        lines = (json.dumps({"messages": each}) for each in conversations(what))
-        (folder / f"{what}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        write_conversations(what, folder / f"{what}.jsonl")
     (folder / "source.txt").write_text(models.sources("calibrate"), encoding="utf-8")
     (folder / "prose.txt").write_text("\n".join(models.sentences("calibrate")), encoding="utf-8")
     model = folder / "model"
     if not (model / "trained").exists():
         model.mkdir(exist_ok=True)
-        tokenizer = models.train_tokenizer(model)
+        tokenizer = tiny.train_tokenizer(model)
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(model)
         chats = [
@@ -62,21 +70,15 @@ def write(folder: Path) -> Path:
         ]
         numbers: Any = tokenizer("".join(chats), add_special_tokens=False)["input_ids"]
         print(f"{len(chats)} conversations, {len(numbers)} tokens", file=sys.stderr)
-        loss = models.train(model, torch.tensor(numbers))
+        loss = tiny.train(model, torch.tensor(numbers))
         (model / "trained").write_text(f"{loss}\n")
     return model
-
-
-def run(*words: object) -> Any:
-    """Run the command; its document."""
-    command = [sys.executable, "-m", "fp4convert", *map(str, words), "--json"]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
 def measure(folder: Path) -> None:
     """Print the table."""
     model = write(folder)
-    read = ("--sequence-length", models.SEQUENCE, "--samples", SAMPLES)
+    read = ("--sequence-length", tiny.SEQUENCE, "--samples", SAMPLES)
     print("| calibration | tokens | mean KL on conversations | top-1 |\n|---|---|---|---|")
     kinds = {
         "none (rule `mse`)": (),
@@ -89,17 +91,19 @@ def measure(folder: Path) -> None:
             file, out, tokens = Path(made) / "c.safetensors", Path(made) / "out", 0
             method: tuple[object, ...] = ()
             if words:
-                tokens = run("calibrate", model, "-o", file, "--gram", "full", *words, *read)[
-                    "tokens"
-                ]
+                tokens = json.loads(
+                    run("calibrate", model, "-o", file, "--gram", "full", *words, *read, "--json")
+                )["tokens"]
                 method = ("--method", "gptq", "--calibration", file)
             run("quantize", model, "--format", "nvfp4", "-o", out, *method)
             judged = ("--source", model, "--chat", folder / "judge.jsonl", *read)
-            found = run("evaluate", out, *judged)
+            found = json.loads(run("evaluate", out, *judged, "--json"))
             print(f"| {name} | {tokens} | {found['kl']['mean']:.5f} | {found['top1']:.4f} |")
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("build/chats")
+def main(arguments: list[str]) -> int:
+    """Print the table of the folder's model."""
+    folder = Path(arguments[0]) if arguments else ROOT / "build" / "chats"
     folder.mkdir(parents=True, exist_ok=True)
     measure(folder)
+    return 0

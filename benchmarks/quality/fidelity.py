@@ -153,7 +153,7 @@ class Bench:
             source = ("--source", self.sources[model])
             document = run("compare", *words, *source, *self.judging[model], "--json")
             sides = json.loads(document)["artifacts"].values()
-            losses |= {name: _loss(side) for name, side in zip(names, sides, strict=True)}
+            losses |= {name: loss_of(side) for name, side in zip(names, sides, strict=True)}
             print(f"{model}: {len(losses)} of {len(artifacts)} judged", file=sys.stderr, flush=True)
         return losses
 
@@ -179,7 +179,7 @@ def _fed() -> tuple[object, ...]:
     return ("--samples", FED, "--sequence-length", WINDOW)
 
 
-def _loss(side: Mapping[str, Any]) -> Loss:
+def loss_of(side: Mapping[str, Any]) -> Loss:
     kl = side["predictions"]["kl"]
     top1 = side["predictions"]["top1"]
     return Loss(side["bits_per_weight"], kl["mean"], kl["windows"], top1)

@@ -84,7 +84,9 @@ def check_source(
     merged = calibration.notes.get(ADAPTER)
     if merged and merged != adapter:
         detail = f"{path} was made with {'another' if adapter else 'an'} adapter"
-        step = "Give that adapter and its scale, or calibrate again."
+        step = "Name it: --lora ADAPTER, and its --lora-scale."
+        if adapter:
+            step = "Calibrate with this one: fp4convert calibrate SOURCE --lora ADAPTER -o FILE."
         raise InputError("calibration-weights", f"{detail}; expected this model's", step)
     check_linears(calibration, linears)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp4convert.calibration.result import Calibrated
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4
+from fp4convert.checkpoint.record import ADAPTER
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.errors import InputError, OutputError, describe_missing, shell_line
 from fp4convert.numerics.formats import FP4_FORMATS, GPTQ, METHODS, check_rule, format_named
@@ -220,13 +221,17 @@ def _check_same(file: Path, feed: Feed, asked: CalibrateOptions, goal: Goal | No
     from fp4convert.calibration.calibration_file import is_calibration, open_calibration
 
     known, wanted = None, f"--gram {asked.gram}{' --sensitivity' if asked.sensitivity else ''}"
-    wanted += "".join(f" --{name} {word}" for name, word in (goal.settings if goal else {}).items())
+    adapter = chosen_adapter(asked.lora, asked.lora_scale, asked.access())
+    wanted += f" --lora {adapter.name}" if adapter else ""
+    settings = goal.settings if goal else {}
+    wanted += "".join(f" --{name.replace('_', '-')} {word}" for name, word in settings.items())
     if is_calibration(file):
         known = open_calibration(str(file))
     if (
         known is None
         or (known.notes["text"], known.gram_kind) != (feed.words(), asked.gram)
-        or known.targets != (goal.settings if goal else {})
+        or known.targets != settings
+        or known.notes.get(ADAPTER) != (adapter.key if adapter else None)
         or (asked.sensitivity and not known.loss_formats)
     ):
         detail = f"{file} is there already, and not of this text and {wanted}"

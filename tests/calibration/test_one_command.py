@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import run
+from peft_models import write_adapter
 from tiny_chains import make_model
 
 pytestmark = pytest.mark.engine
@@ -54,6 +55,19 @@ def test_statistics_of_another_text_are_not_written_over(tmp_path, llama, words)
     assert file.read_bytes() == before
     assert convert(llama, out, "--text", other, "--force").code == 0
     assert file.read_bytes() != before
+
+
+def test_statistics_of_another_adapter_are_not_rounded_with(tmp_path, llama, words):
+    config = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
+    adapters = [write_adapter(llama, tmp_path / f"a{n}", config, seed=n) for n in range(2)]
+    one, two, text = tmp_path / "one", tmp_path / "two", ("--text", words)
+    assert convert(llama, one, *text, "--lora", adapters[0]).code == 0
+    for asked in ((), ("--lora", adapters[1])):
+        error = convert(llama, one, *text, *asked).json["error"]
+        assert (error["code"], "--lora a1" in error["message"]) == ("output-exists", bool(asked))
+    assert convert(llama, one, *text, "--lora", adapters[1], "--force").code == 0
+    assert convert(llama, two, *text, "--lora", adapters[1]).code == 0
+    assert shards(one) == shards(two)
 
 
 def test_losses_that_are_asked_for_are_not_left_out(tmp_path, llama, words):

@@ -16,6 +16,7 @@ from chained_families import MORE
 from checkpoints import run
 from family import build
 from numpy.typing import NDArray
+from peft_models import ATTENTION, MLP, merge_by_peft, write_adapter
 from safetensors.torch import load_file
 from tiny_chains import LENGTH, TEXT, calibrate, make_model, tokens_of, write_tokenizer
 from torch_formulas import mx_rounded, mxfp4_weight, nvfp4_weight
@@ -104,29 +105,34 @@ def expected_target(
 @pytest.mark.parametrize(
     "case",
     [
-        ("nvfp4", "full", 16, True),
-        ("mxfp4", "full", 16, True),
-        ("nvfp4", "block:32", 16, True),
-        ("mxfp4", "full", 4, True),
-        ("mxfp4", "full", 4, False),
-        ("mxfp4", "block:32", 4, False),
+        ("nvfp4", "full", 16, True, False),
+        ("nvfp4", "full", 16, True, True),
+        ("mxfp4", "full", 16, True, False),
+        ("nvfp4", "block:32", 16, True, False),
+        ("mxfp4", "full", 4, True, False),
+        ("mxfp4", "full", 4, False, False),
+        ("mxfp4", "block:32", 4, False, False),
     ],
 )
 def test_targets_are_those_of_the_formula(tmp_path, llama, words, case):
     """The artifact, run by transformers, gives the prefix's inputs: of each linear layer they
-    depend on those before it alone.
+    depend on those before it alone. With an adapter the original is the model that PEFT merges.
     """
     from transformers import AutoModelForCausalLM
 
-    fmt, gram, activations, is_sequential = case
-    file, out = tmp_path / "s.safetensors", tmp_path / "out"
+    fmt, gram, activations, is_sequential, has_adapter = case
+    file, out, merged = tmp_path / "s.safetensors", tmp_path / "out", llama
     options = ("--format", fmt, "--activations", activations)
+    if has_adapter:
+        config = {"r": 4, "target_modules": [*ATTENTION, *MLP]}
+        options = (*options, "--lora", write_adapter(llama, tmp_path / "adapter", config))
+        merged = merge_by_peft(llama, tmp_path / "adapter", tmp_path / "merged")
     way = ("--for-method", "gptq") if is_sequential else ()
     made = calibrate(llama, file, "--text", words, "--gram", gram, *options, *way)
     assert made.code == 0, made.err
     done = quantized(llama, out, file, *options)
     assert done.code == 0, done.err
-    models = [AutoModelForCausalLM.from_pretrained(llama).eval() for _ in range(2)]
+    models = [AutoModelForCausalLM.from_pretrained(merged).eval() for _ in range(2)]
     original = {name: x.double().numpy() for name, x in models[0].state_dict().items()}
     if is_sequential:
         state = {f"{module}.weight": x.float() for module, x in values_of(out).items()}
