@@ -124,7 +124,8 @@ def measure(
     counts = np.zeros(0 if coded is None else CODES, np.int64)
     max_abs = output = 0.0
     width = coded.format.block_size if coded else weights.shape[1]
-    is_placed = artifact.record.get("method") == "gptq" or bool(artifact.foreign)
+    # Of other tools' artifacts no record says whether GPTQ rounded them.
+    is_placed = not artifact.record or artifact.record.get("method") == "gptq"
     places = OddPlaces(weights.shape[1], width, is_placed)
     dtype = pair.theirs.refs[0].dtype
     stem = artifact.modules[module].stem if module in artifact.modules else module

@@ -339,6 +339,19 @@ def test_a_row_that_gptq_moved_still_holds_the_sources_row():
             assert ("1 row (the first is row 5)" in places.describe()) is is_odd, (harm, is_placed)
 
 
+def test_a_moved_row_of_another_tools_artifact_may_be_gptqs(tmp_path):
+    """llm-compressor's GPTQ moved a row of SmolLM2's down_proj by 1.1 times its power."""
+    original, moved = weight(1), values_of(weight(1))
+    moved[5] += 1.1 * np.where(np.arange(64) % 2, moved[5], -moved[5])[::-1]
+    shifted = ("F32", original[1], moved.astype("<f4").tobytes())
+    source = write_single(tmp_path / "source", {f"{DOWN}.weight": original})
+    folder = tmp_path / "artifact"
+    quantize(write_single(tmp_path / "moved", {f"{DOWN}.weight": shifted}), folder)
+    assert errors_of(verify(folder, "--source", source)) == {("source-differs", f"{DOWN}.weight")}
+    (folder / "quantization_config.json").unlink()
+    assert errors_of(verify(folder, "--source", source)) == set()
+
+
 @pytest.mark.parametrize(
     ("module", "tensor"), [("", None), (DOWN, DOWN)], ids=["everywhere", "in one"]
 )
