@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import struct
 from pathlib import Path
 
@@ -349,6 +350,7 @@ def test_a_moved_row_of_another_tools_artifact_may_be_gptqs(tmp_path):
     quantize(write_single(tmp_path / "moved", {f"{DOWN}.weight": shifted}), folder)
     assert errors_of(verify(folder, "--source", source)) == {("source-differs", f"{DOWN}.weight")}
     (folder / "quantization_config.json").unlink()
+    shutil.rmtree(folder / ".fp4convert")
     assert errors_of(verify(folder, "--source", source)) == set()
 
 
