@@ -246,7 +246,7 @@ def _advise(asked: Asked, given: Choices) -> str:
 
 
 def _globs_in_the_way(asked: Asked, given: Choices) -> tuple[str, ...]:
-    """Return globs of modules without which the first choice may load; () for many.
+    """Return globs of modules that keep the first choice from loading.
 
     These are named by the row that decides, or have several formats where engines want one.
     """

@@ -38,7 +38,7 @@ def ignore(line: str) -> None:
 
 
 def read_gigabytes(text: str) -> float:
-    """Read 24, "24GB", "24G" or "22.4 GiB" as GB; ValueError for anything else."""
+    """Read 24, "24GB", "24G" or "22.4 GiB" as GB, or raise ValueError."""
     number = text.strip().lower()
     for suffix, unit in (("gib", 1.024**3), ("gb", 1.0), ("g", 1.0)):
         if number.endswith(suffix):

@@ -298,7 +298,7 @@ def _check_dtype(fmt: Format, histograms: list[NDArray[np.int64]]) -> Iterator[F
 
 
 def check_other_scales(artifact: Artifact) -> Iterator[Finding]:
-    """Check the scales of FP8, MXFP8 and int4 modules, and of tables that stay."""
+    """Check the scales of FP8, MXFP8, int4 and tables that stay."""
     tables = [
         ref
         for name, ref in artifact.tensors.items()

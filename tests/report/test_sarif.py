@@ -145,7 +145,10 @@ def test_rules_say_what_the_page_says(damaged, tmp_path):
     rules = {rule["id"]: rule for rule in read(tmp_path / "found.sarif")["tool"]["driver"]["rules"]}
     assert rules["scale-not-finite"] == {
         "id": "scale-not-finite",
-        "shortDescription": {"text": "A block scale is NaN, so its values are NaN."},
+        "shortDescription": {
+            "text": "A scale is NaN or infinite, so its values are NaN; "
+            "or that of an n-gram table is not positive."
+        },
         "help": {"text": "Convert again."},
         "defaultConfiguration": {"level": "error"},
     }

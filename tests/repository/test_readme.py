@@ -41,7 +41,7 @@ OTHERS = {  # options of pip, docker, git and engines
         "--user",
     ),
     *("--merge", "--kv-cache-dtype", "--model", "--model-path", "--prompt", "--input", "--target"),
-    *("--outfile", "--outtype", "--local-dir"),
+    *("--outfile", "--outtype", "--local-dir", "--omni", "--transformer-path"),
     *("--signature", "--public", "--ignore-paths"),  # model_signing's; --public_key ends so early
 }
 

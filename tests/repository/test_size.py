@@ -15,10 +15,10 @@ from checkpoints import write_llama
 from paths import ROOT
 
 PACKAGE = ROOT / "fp4convert"
-MOST_MODULES, MOST_LINES_LOADED = 138, 26_700
+MOST_MODULES, MOST_LINES_LOADED = 138, 26_760
 MOST_FILES, MOST_FUNCTIONS = 106, 770
 MOST_BYTE_FILES = 18  # that the threads which make the bytes enter
-MOST_PACKAGE_LINES, MOST_TEST_LINES, MOST_CLASSES = 63_740, 99_760, 425
+MOST_PACKAGE_LINES, MOST_TEST_LINES, MOST_CLASSES = 63_940, 100_100, 425
 
 WATCH = """
 import sys, threading
