@@ -278,8 +278,8 @@ def methods(bench: Bench) -> Iterable[Row]:
         }
         for way, options in ways.items():
             named = {model: (fmt, *options, *file) for model, file in heard.items()}
-            if way == "awq":  # MiniLM has too few places for it
-                del named[MINILM]
+            if way == "awq":  # MiniLM has too few places for it, and Whisper none
+                named = {LANGUAGE: named[LANGUAGE]}
             yield Row(f"{fmt} {way}", default, named)
         goal = ("--for-method", "gptq", "--format", fmt)
         gptq = (fmt, "--method", "gptq", "--calibration")
@@ -320,21 +320,21 @@ def with_inputs(bench: Bench, heard: Mapping[str, Sequence[str]]) -> Iterable[Ro
 
 def rows_of_outputs(bench: Bench, rows: Sequence[Row]) -> Iterable[list[str]]:
     """Every rule, method and peer: what it does to predictions, and to MiniLM's layers."""
-    losses = {}
-    for model in (LANGUAGE, SPEECH):
-        made = {
+    made = {
+        model: {
             row.name: bench.artifact(model, row.options[model])
             for row in rows
             if model in row.options
         }
-        if model == LANGUAGE:
-            made |= {kind: bench.ggml(kind) for kind in GGML}
-            made |= {
-                f"nvfp4 {peer}": bench.made_by(peer)
-                for peer, place in CALIBRATED.items()
-                if (ROOT / place).exists()
-            }
-        losses[model] = bench.losses(model, made, "nvfp4 mse")
+        for model in (LANGUAGE, SPEECH)
+    }
+    made[LANGUAGE] |= {kind: bench.ggml(kind) for kind in GGML}
+    made[LANGUAGE] |= {
+        f"nvfp4 {peer}": bench.made_by(peer)
+        for peer, place in CALIBRATED.items()
+        if (ROOT / place).exists()
+    }
+    losses = {model: bench.losses(model, each, "nvfp4 mse") for model, each in made.items()}
     beside = {row.name: row.beside for row in rows}
     outputs = dict(outputs_of_minilm(bench, rows))
     for name, loss in losses[LANGUAGE].items():
