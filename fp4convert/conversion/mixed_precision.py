@@ -229,8 +229,8 @@ class _Fitting(NamedTuple):
             return False
         name = self.parts.recipe.format.name
         tell(
-            f"{self.goal.asked} holds the weights as they are ({size_text(whole)}): no format has"
-            f" to be chosen, and all modules become {name}"
+            f"{size_text(self.goal.nbytes)} hold the weights as they are ({size_text(whole)}):"
+            f" no format has to be chosen, and all modules become {name}"
         )
         return True
 
