@@ -61,3 +61,13 @@ def test_a_closed_stdout_is_no_reason_to_convert_nothing(source, tmp_path):
         shell(f"{COMMAND} quantize {source} --format nvfp4 -o {tmp_path / 'q'} >&-").returncode == 0
     )
     assert (tmp_path / "q" / "quantization_config.json").exists()
+
+
+@pytest.mark.parametrize("words", ["--version", "quantize --help", "--show-completion bash"])
+@pytest.mark.parametrize(
+    ("where", "code"), [("| true", 141), (">/dev/full", 5), ("1</dev/null", 5)]
+)
+def test_help_that_stdout_does_not_take_is_no_bug(where, code, words):
+    ended = shell(f"{COMMAND} {words} {where}; exit ${{PIPESTATUS[0]}}")
+    assert ended.returncode == code
+    assert ended.stderr == "" or ended.stderr.startswith("error[cannot-print]: ")

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext, redirect_stdout
-from errno import EIO, EMFILE, ENAMETOOLONG, ENFILE, ENOMEM, ENOSPC, ESTALE
+from errno import EBADF, EIO, EMFILE, ENAMETOOLONG, ENFILE, ENOMEM, ENOSPC, ESTALE
 from inspect import getdoc
 from itertools import takewhile
 from pathlib import Path
@@ -111,11 +111,15 @@ def main() -> None:
             failure = _find_limit(error.__cause__) or error
         except Stopped as stopped:
             failure = _interrupted(stopped)
+        except SystemExit as ended:
+            if isinstance(ended.__context__, BrokenPipeError):  # Typer exits with 1
+                failure = _end_printing(ended.__context__)
+            else:
+                raise
         except Exception as error:
             # A full disk, a limit of the system, a failing disk, bad usage; else it is our bug.
-            if isinstance(error, OSError) and error.errno == ENOSPC and not error.filename:
-                detail = f"standard output cannot be written: {error.strerror}"
-                failure = OutputError("cannot-print", detail)
+            if isinstance(error, OSError) and error.errno in (EBADF, ENOSPC) and not error.filename:
+                failure = _end_printing(error)
             elif known := _find_limit(error) or _find_refusal(error):
                 failure = known
             elif hasattr(error, "format_message"):
@@ -124,6 +128,12 @@ def main() -> None:
                 _print_bug(error)
                 raise
         _end(failure)
+
+
+def _end_printing(error: OSError) -> OutputError:
+    from fp4convert.cli.screen import end_printing
+
+    return end_printing(error)
 
 
 def _find_limit(error: BaseException | None) -> OutputError | None:

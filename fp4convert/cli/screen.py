@@ -113,11 +113,7 @@ class Screen:
             sys.stdout.flush()
             stop_listening()
         except OSError as error:
-            _forget_stdout()
-            if isinstance(error, BrokenPipeError):
-                sys.exit(CLOSED_PIPE)
-            detail = f"standard output cannot be written: {error.strerror}"
-            raise OutputError("cannot-print", detail) from None
+            raise end_printing(error) from None
 
     def line(self, text: object, style: str = "", label: str = "", hang: int = 0) -> None:
         """Print a line on stdout; wrap it at words on a terminal.
@@ -269,6 +265,14 @@ class Screen:
         phases.end()
         for meter in phases.meters if self.is_verbose else ():
             self.tell(f"{meter.verb}: {meter.status()}")
+
+
+def end_printing(error: OSError) -> OutputError:
+    """Return the error for a stdout that took no more; exit where its reader went away."""
+    _forget_stdout()
+    if isinstance(error, BrokenPipeError):
+        sys.exit(CLOSED_PIPE)
+    return OutputError("cannot-print", f"standard output cannot be written: {error.strerror}")
 
 
 def _forget_stdout() -> None:
