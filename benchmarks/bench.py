@@ -5,7 +5,7 @@
     python benchmarks/bench.py --check [PART ...]   measure less of them, on as many bytes; 1 where
     a ratio has lost too much, or where a page of results is not of this code
     python benchmarks/bench.py PAGE [OPTION ...]    write a page of its own: hub, gpu, variants,
-    bars, host, mixed, fidelity, chats or adapter
+    bars, host, mixed, fidelity, chats, adapter or scale_search
 
 Processors without AVX-512 have pages of their own, such as cpu-avx2.md: their ratios are others.  A
 part is a module with
@@ -60,6 +60,7 @@ PAGES = {
     "fidelity": "quality.fidelity",
     "chats": "quality.chats",
     "adapter": "quality.adapter",
+    "scale_search": "quality.scale_search",
 }
 RESULTS = results("cpu", "json")
 
