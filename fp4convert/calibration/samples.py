@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -94,6 +94,7 @@ class Feed(NamedTuple):
                     next_step = "Write the text into a file, and give that."
                 detail = f"{path}: {found}; expected a regular file of text"
                 raise InputError("no-text", detail, next_step)
+        deque(read_texts(self.text, is_by_line=True), 0)  # before a model is read
 
     def words(self) -> str:
         """Tell how the text came, in the same words for the same content.

@@ -19,7 +19,7 @@ from fp4convert.execution.job import list_peaks
 from fp4convert.execution.output_check import free_beside
 from fp4convert.execution.settings import Elsewhere, Result, Settings
 from fp4convert.options.access import as_nbytes
-from fp4convert.options.rewriting import PushOptions
+from fp4convert.options.arguments import gates_of
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.tensor_parallel import pad_as_recorded
 from fp4convert.report.user_files import check_apart
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # what only a push loads
 def check_destinations(options: QuantizeOptions, settings: Settings, is_dry: bool) -> None:
     """Check the gates, the Hub, the disk and the page, before any work."""
     share = settings.share
-    if gates := gates_of(options):
+    if gates := gates_of(options.min_sqnr, options.max_nmse):
         from fp4convert.quality.verification import Gate
 
         Gate(options.min_sqnr, options.max_nmse).check(has_source=True, has_inputs=False)
@@ -112,12 +112,6 @@ def carry_out(work: Work, settings: Settings) -> Result:
     return result
 
 
-def gates_of(options: QuantizeOptions | PushOptions) -> dict[str, float]:
-    """Return the limits on errors of tensors that are given, by option."""
-    gates = {"--min-sqnr": options.min_sqnr, "--max-nmse": options.max_nmse}
-    return {option: limit for option, limit in gates.items() if limit is not None}
-
-
 def check_gates(gates: Mapping[str, float], summary: object, place: str) -> None:
     """Raise GateError where the worst tensor misses a gate.
 
@@ -142,8 +136,12 @@ def _check_result(options: QuantizeOptions, result: Result) -> None:
     place = f"{options.folder} is whole, and its"
     if options.push_to_hub is not None:
         place = f"nothing is committed to {options.push_to_hub}: the"
+    gates = gates_of(options.min_sqnr, options.max_nmse)
     for summary in (result.fidelity, *(part.get("fidelity") for part in result.components or ())):
-        check_gates(gates_of(options), summary, place)
+        check_gates(gates, summary, place)
+    if gates:
+        met = " and ".join(f"{option} {limit:g}" for option, limit in gates.items())
+        options.tell(f"gates: every tensor meets {met}")
 
 
 def make_pusher(options: QuantizeOptions, settings: Settings, names: Iterable[str]) -> Pusher:

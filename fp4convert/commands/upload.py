@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.error_report import read_recorded
 from fp4convert.checkpoint.soundness import refuse_unsound
-from fp4convert.commands.publish import add_signatures, check_gates, error_rows, gates_of
+from fp4convert.commands.publish import add_signatures, check_gates, error_rows
 from fp4convert.errors import GateError, InputError, shell_line
 from fp4convert.execution.plan_file import recorded_digest
+from fp4convert.options.arguments import gates_of
 from fp4convert.options.rewriting import PushOptions
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
@@ -58,7 +59,9 @@ def push(options: PushOptions) -> dict[str, Any]:
     evaluated = _read_evaluation(options, folder, digest)
     recorded, _ = read_recorded(artifact)
     summary = recorded.summary if recorded else None
-    check_gates(gates_of(options), summary, f"{folder} is not pushed: its")
+    check_gates(
+        gates_of(options.min_sqnr, options.max_nmse), summary, f"{folder} is not pushed: its"
+    )
     if gate.is_set:
         _check_evaluation(gate, evaluated, folder)
     names = [name for name in (RECORD, REPORT, PAGE) if (folder / name).is_file()]
@@ -99,7 +102,10 @@ def push(options: PushOptions) -> dict[str, Any]:
 def _named_gates(options: PushOptions) -> list[str]:
     """Name the gates that are set."""
     given = {"--max-kl": options.max_kl, "--min-top1": options.min_top1}
-    return [*gates_of(options), *(name for name, limit in given.items() if limit is not None)]
+    return [
+        *gates_of(options.min_sqnr, options.max_nmse),
+        *(name for name, limit in given.items() if limit is not None),
+    ]
 
 
 def _check_whole(
@@ -151,6 +157,9 @@ def _read_evaluation(options: PushOptions, folder: Path, digest: str) -> dict[st
         document: dict[str, Any] = parse_json_object(read_text_file(path).encode(), str(path))
     except (OSError, ValueError, InputError) as error:
         raise InputError("bad-evaluation", f"{path}: {error}; {expected}") from None
+    if "error" in document:
+        detail = f"{path} holds the error of an evaluate that failed, and no figures; {expected}"
+        raise InputError("bad-evaluation", detail)
     try:
         known = document["digest"]
         evaluation_rows(document)

@@ -19,7 +19,7 @@ from fp4convert.execution.job import Job, begin, check_output
 from fp4convert.execution.plan_file import read_ended_files
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.options.arguments import one_adapter
+from fp4convert.options.arguments import gates_of, one_adapter
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.engine_facts import serve_line, serving_engine
 from fp4convert.planning.plan import Plan
@@ -132,6 +132,8 @@ class Conversion:
             words += ["--follow-links"] if self.options.follow_links else []
             for adapter in one_adapter(self.options.lora):
                 words += ["--lora", absolute(adapter) if is_absolute else adapter]
+            gates = gates_of(self.options.min_sqnr, self.options.max_nmse)
+            words += [word for name, limit in gates.items() for word in (name, f"{limit:g}")]
         checkpoint, folder = self.source.checkpoint, str(output)
         # Nothing here can be loaded, or engines refuse it as they do its source.
         if self.options.no_keep or self._server is None or self.plan.judged.faults:

@@ -145,6 +145,12 @@ ByLayer = Annotated[
 ]
 
 
+def gates_of(min_sqnr: float | None, max_nmse: float | None) -> dict[str, float]:
+    """Return the limits on errors of tensors that are given, by option."""
+    gates = {"--min-sqnr": min_sqnr, "--max-nmse": max_nmse}
+    return {option: limit for option, limit in gates.items() if limit is not None}
+
+
 def as_folder(output: Reference, source: Reference) -> Path:
     """Return the folder to write; InputError for the name of a file.
 

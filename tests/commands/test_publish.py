@@ -121,7 +121,9 @@ def test_a_missed_gate_commits_nothing_and_loses_nothing(gate, hub, source, tmp_
 
 def test_gates_without_the_hub(source, tmp_path):
     out = ("-o", tmp_path / "q")
-    assert push(source, *NVFP4, *out, "--min-sqnr", 1, "--max-nmse", 0.5).code == 0
+    gated = push(source, *NVFP4, *out, "--min-sqnr", 1, "--max-nmse", 0.5)
+    assert (gated.code, "every tensor meets --min-sqnr 1 and --max-nmse 0.5" in gated.err) == (0, 1)
+    assert gated.json["next"][0].endswith("--min-sqnr 1 --max-nmse 0.5")
     worst = json.loads((tmp_path / "q" / "quantization_report.json").read_text())["summary"]
     for limit, code in ((worst["sqnr_db_min"] - 1e-3, 0), (worst["sqnr_db_min"] + 1e-3, 6)):
         assert push(source, *NVFP4, *out, "--min-sqnr", limit).code == code

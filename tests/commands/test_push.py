@@ -91,6 +91,8 @@ def test_gates_hold_before_anything_is_sent(hub, artifact):
     assert push(folder, "me/q").json["error"]["code"] == "bad-evaluation"
     place.write_text(json.dumps(EVALUATED | {"digest": digest, "usual": {"kl": 1.0}}))
     assert push(folder, "me/q").json["error"]["code"] == "bad-evaluation"
+    place.write_text(json.dumps({"error": {"code": "no-text"}}))  # evaluate failed in a script
+    assert "evaluate that failed" in push(folder, "me/q").json["error"]["message"]
     place.write_text(json.dumps(EVALUATED | {"digest": digest}))
     for gate in (
         ("--max-kl", 0.05),

@@ -104,7 +104,9 @@ class Pusher:
             raise InputError("repo-name", detail) from None
         if constants.HF_HUB_OFFLINE:
             detail = "HF_HUB_OFFLINE is set, and a push needs the network"
-            raise InputError("offline", detail, "Unset one of them.")
+            raise InputError(
+                "offline", detail, "Type: unset HF_HUB_OFFLINE; then the same command."
+            )
         for name in names:
             check_name(name)
         if not (token or get_token()):
