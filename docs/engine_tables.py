@@ -17,8 +17,9 @@ TRAPS = {"garbage": "computes garbage", "refuses": "does not load", "slow": "slo
 KERNELS = (  # no engine, and so no file
     "your own kernels",
     "`fp4convert quantize ./Model --format nvfp4 --dialect plain`",
-    "[any scale layout](docs/bytes.md)",
-    "layouts",
+    "`fp4convert transcode ./Model-NVFP4-plain -o ./Model-128x4 --dialect plain --scale-layout"
+    " 128x4`: [every byte](docs/bytes.md)",
+    "own decoders",
 )
 
 

@@ -34,25 +34,30 @@ def sessions(text: str) -> list[tuple[str, str]]:
 
 
 def printed(command: str, folder: Path) -> str:
-    """Run a command as a reader does, and return what it prints.
+    """Run a command as a reader does after the five commands, and return what it prints.
 
     Raises  CalledProcessError where it fails
     """
-    if not (folder / "MiniLM").exists():
-        shutil.copytree(SOURCE, folder / "MiniLM")
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return re.sub(r" +$", "", done.stdout, flags=re.MULTILINE)
+
+    def run(words: str) -> str:
+        return subprocess.run(
+            ["bash", "-c", words],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        ).stdout
+
+    if not (folder / "MiniLM").exists():
+        shutil.copytree(SOURCE, folder / "MiniLM")
+        if " quantize " not in command:
+            run("fp4convert quantize MiniLM --format nvfp4")
+    return re.sub(r" +$", "", run(command), flags=re.MULTILINE)
 
 
 def comparable(text: str) -> list[str]:

@@ -268,7 +268,7 @@ class Screen:
 
 
 def end_printing(error: OSError) -> OutputError:
-    """Return the error for a stdout that took no more; exit where its reader went away."""
+    """Return the error of stdout, or exit where its reader went away."""
     _forget_stdout()
     if isinstance(error, BrokenPipeError):
         sys.exit(CLOSED_PIPE)

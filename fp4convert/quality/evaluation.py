@@ -77,7 +77,7 @@ class UsualSqnr(NamedTuple):
 
     @property
     def words(self) -> str:
-        return f"usual of {self.format} by {self.by} are {self.db:g} dB, low is {self.low:g} dB"
+        return f"{self.format} by {self.by} usually has {self.db:g} dB; below {self.low:g} dB is low"
 
     def grade(self, mean: float) -> str:
         """Set the mean of an artifact's layers beside what is usual."""

@@ -322,7 +322,7 @@ def test_a_drawn_verification_shows_the_worst_tensors_first(pair):
         f"{entry['sqnr_db']:.2f}" for entry in worst
     ]
     assert lines[6].startswith("7 tensors: SQNR mean ")
-    assert lines[7] == "usual of nvfp4 by mse are 21.8 dB, low is 20 dB"
+    assert lines[7] == "nvfp4 by mse usually has 21.8 dB; below 20 dB is low"
     assert lines[8].startswith("recorded when it was quantized: SQNR 21.")
     assert lines[9:] == [
         "no fault found, no gate was set: 4 files hashed, scales of 7 modules read, 7 tensors"

@@ -72,7 +72,7 @@ def test_the_colours_are_those_of_the_method(source, tmp_path):
         quantize(source, tmp_path / rule, "--scale-rule", rule)
         sheet = make_datasheet(open_artifact(str(tmp_path / rule)))
         assert sheet["usual"]["db"] == db
-        assert sheet["usual"]["words"].startswith(f"usual of nvfp4 by {rule} are {db} dB")
+        assert sheet["usual"]["words"].startswith(f"nvfp4 by {rule} usually has {db} dB;")
 
 
 def test_a_page_after_verify_reads_no_tensor_again(artifact, monkeypatch):
