@@ -22,7 +22,8 @@ def read_texts(files: Iterable[Path], is_by_line: bool) -> Iterator[tuple[str, d
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             detail = f"{path} cannot be read as UTF-8 text: {error}"
-            raise InputError("bad-text", detail, "Give plain text.") from None
+            step = "Give plain text in UTF-8; iconv -f LATIN1 -t UTF-8 FILE > TEXT converts one."
+            raise InputError("bad-text", detail, step) from None
         for part in text.splitlines() if is_by_line else [text]:
             if part.strip():
                 yield part, {}
