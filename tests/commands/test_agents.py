@@ -83,7 +83,7 @@ def test_the_keys_and_codes_that_it_names_exist(tmp_path):
     for path in re.findall(r"`((?:engine|fidelity)\.\w+)`", page()):
         home, _, key = path.partition(".")
         assert key in known[home], path
-    for code in ("engine-refuses", "no-usual-loss", "no-torch", "no-transformers"):
+    for code in ("engine-refuses", "no-usual-loss", "no-torch", "bad-text"):
         assert code in page()
         assert run("explain", code).code == 0
     assert len(page().splitlines()) <= 200
