@@ -148,12 +148,11 @@ class Bench:
         others = [name for name in artifacts if name != first]
         for at in range(0, len(others), AT_ONCE):
             names = [first, *others[at : at + AT_ONCE]]
-            document = self.folder / "compared.json"
             words = [artifacts[name] for name in names]
             source = ("--source", self.sources[model])
-            document = run("compare", *words, *source, *self.judging[model], "--json")
-            sides = json.loads(document)["artifacts"].values()
-            losses |= {name: loss_of(side) for name, side in zip(names, sides, strict=True)}
+            document = json.loads(run("compare", *words, *source, *self.judging[model], "--json"))
+            for name, (letter, side) in zip(names, document["artifacts"].items(), strict=True):
+                losses[name] = loss_of(side)._replace(bits=linear_bits(document, letter))
             print(f"{model}: {len(losses)} of {len(artifacts)} judged", file=sys.stderr, flush=True)
         return losses
 
@@ -183,6 +182,13 @@ def loss_of(side: Mapping[str, Any]) -> Loss:
     kl = side["predictions"]["kl"]
     top1 = side["predictions"]["top1"]
     return Loss(side["bits_per_weight"], kl["mean"], kl["windows"], top1)
+
+
+def linear_bits(document: Mapping[str, Any], letter: str) -> float:
+    """Bits per weight of linear layers, without the embedding, which other tools quantize."""
+    rows = [row for row in document["tensors"] if ".layers." in row["name"]]
+    nbits = sum(row["weights"] * row["held"][letter]["bits_per_weight"] for row in rows)
+    return nbits / sum(row["weights"] for row in rows)
 
 
 def run(*words: object) -> str:
