@@ -10,6 +10,7 @@ the task, and compares the answers on conversations that neither training nor ca
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,13 @@ def train(base: Path, folder: Path) -> Path:
     return folder
 
 
+def kept(folder: Path) -> str:
+    """Say how much of the adapter is left, by the report of an artifact: the mean, the lowest."""
+    tensors = json.loads((folder / "quantization_report.json").read_text("utf-8"))["tensors"]
+    left = [tensor["adapter_db"] for tensor in tensors]
+    return f"{statistics.mean(left):.1f} / {min(left):.1f} dB"
+
+
 def main(arguments: list[str]) -> int:
     """Print the table."""
     folder = Path(arguments[0]) if arguments else ROOT / "build" / "adapter"
@@ -70,15 +78,15 @@ def main(arguments: list[str]) -> int:
         chats.write_conversations(part, folder / f"{part}.jsonl") for part in ("calibrate", "judge")
     )
     merged, nvfp4 = ("--lora", adapter), ("--format", "nvfp4", "--force")
-    statistics = folder / "heard.safetensors"
+    known = folder / "heard.safetensors"
     calibrated = ("calibrate", base, *merged, "--chat", heard, *READ, "-o")
-    if not statistics.exists():
-        run(*calibrated, statistics, "--gram", "full")
+    if not known.exists():
+        run(*calibrated, known, "--gram", "full")
     ways = {
         "rtn, `mse`": ("--method", "rtn"),
         "default with `--lora`": (),
-        "rtn, `importance`": ("--method", "rtn", "--calibration", statistics),
-        "`gptq`": ("--method", "gptq", "--calibration", statistics),
+        "rtn, `importance`": ("--method", "rtn", "--calibration", known),
+        "`gptq`": ("--method", "gptq", "--calibration", known),
         "`--chat`": ("--chat", heard),
     }
     for number, options in enumerate(ways.values()):
@@ -89,8 +97,14 @@ def main(arguments: list[str]) -> int:
     )
     losses = [loss_of(side) for side in json.loads(document)["artifacts"].values()]
     rows = [
-        [way, f"{loss.kl:.4f} ± {loss.error:.4f}", loss.beside(losses[0]), f"{loss.top1:.1%}"]
-        for way, loss in zip(ways, losses, strict=True)
+        [
+            way,
+            kept(made),
+            f"{loss.kl:.4f} ± {loss.error:.4f}",
+            loss.beside(losses[0]),
+            f"{loss.top1:.1%}",
+        ]
+        for way, made, loss in zip(ways, artifacts, losses, strict=True)
     ]
-    print(table(["rounded by", "KL", "minus that of mse", "top-1"], rows))
+    print(table(["rounded by", "kept", "KL", "minus that of mse", "top-1"], rows))
     return 0
