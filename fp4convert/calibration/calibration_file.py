@@ -26,6 +26,7 @@ mixtures of experts:
   {module}.input_sq_mean       F32 [columns]         mean of x^2 over tokens
   {module}.input_abs_mean      F32 [columns]         mean of |x|
   {module}.input_channel_amax  F32 [columns]         largest |x| of each column
+  {module}.input_token_amax    F32 [4]               largest |x| of 90, 99, 99.9, 99.99 % of tokens
   {module}.input_gram          F32, F16 [k, b, b]    mean of x x^T along the diagonal; the last
                                                      block is padded with zeros
   {module}.input_gram_scale    F32 []                of an F16 Gram: what it is multiplied with

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fp4convert.calibration.statistics import TOKEN_SHARES
+
 Arrays = dict[str, NDArray[np.generic]]
 
 
@@ -19,6 +21,7 @@ class Moments:
         self.columns, self.tokens = columns, 0
         self.magnitudes = torch.zeros(columns, dtype=torch.float64, device=device)
         self.largest = torch.zeros(columns, dtype=torch.float32, device=device)
+        self.tops: list[torch.Tensor] = []  # of each token
         self.squares: torch.Tensor | None = None
         self.products: torch.Tensor | None = None
         if gram != "none":
@@ -36,6 +39,7 @@ class Moments:
         magnitudes = x.abs()
         self.tokens += len(x)
         torch.maximum(self.largest, magnitudes.amax(0), out=self.largest)
+        self.tops.append(magnitudes.amax(1))
         self.magnitudes += magnitudes.sum(0)
         if self.squares is not None:
             self.squares += x.square().sum(0)
@@ -71,6 +75,7 @@ class Moments:
             "input_amax": self.largest.max(),
             "input_abs_mean": (self.magnitudes / count).float(),
             "input_channel_amax": self.largest,
+            "input_token_amax": self._token_amax(),
             "tokens": torch.tensor(self.tokens),
         }
         if self.squares is not None:
@@ -78,6 +83,15 @@ class Moments:
         if self.products is not None:
             found["input_gram"] = self.products.div_(count)
         return {f"{module}.{kind}": value.cpu().numpy() for kind, value in found.items()}
+
+    def _token_amax(self) -> torch.Tensor:
+        """Return the largest |x| of so many percent of the tokens, the nearest rank."""
+        if not self.tops:
+            return torch.zeros(len(TOKEN_SHARES))
+        tops, _ = torch.cat(self.tops).sort()
+        # in whole numbers: 99.9 % of 1,000 tokens are 999
+        ranks = [-(-round(100 * share) * len(tops) // 10_000) - 1 for share in TOKEN_SHARES]
+        return tops[ranks]
 
 
 def block_width(gram: str, columns: int) -> int:

@@ -24,6 +24,7 @@ from fp4convert.storage.safetensors import TensorRef
 
 AGAIN = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
 GRAM_DIMENSIONS = 3  # (blocks, n, n)
+TOKEN_SHARES = (90.0, 99.0, 99.9, 99.99)  # percent of tokens, of input_token_amax
 LOSS_KINDS = KL, OUTPUT = "kl", "output"  # what outputs lose: predictions, or all they are
 FEW_TOKENS = 16  # with fewer gptq knows too little of a linear layer's inputs,
 FEW_SHARE = 1 / 32  # and with fewer than this share of the columns of a block of H
@@ -130,6 +131,14 @@ class Calibration(NamedTuple):
     def amax(self, module: str) -> float:
         """Return the largest |x| that the linear layer was given."""
         return self._read_number(module, "input_amax")
+
+    def token_amax(self, module: str, share: float) -> float:
+        """Return the largest |x| of `share` percent of the tokens, one of TOKEN_SHARES."""
+        values = self._read_checked(module, "input_token_amax")
+        if values.shape != (len(TOKEN_SHARES),):
+            detail = f"has the shape {list(values.shape)}; expected {[len(TOKEN_SHARES)]}"
+            raise self.refusal(self.find(module, "input_token_amax"), detail)
+        return float(values[TOKEN_SHARES.index(share)])
 
     def moments(self, module: str) -> Float32s:
         """Return the mean of x^2 of every column, the diagonal of the Gram.

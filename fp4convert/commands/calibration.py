@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp4convert.calibration.result import Calibrated
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4
-from fp4convert.checkpoint.record import ADAPTER
+from fp4convert.checkpoint.record import ADAPTER, OPTIONS
 from fp4convert.checkpoint.whole_model import open_model
 from fp4convert.errors import InputError, OutputError, describe_missing, shell_line
 from fp4convert.numerics.formats import FP4_FORMATS, GPTQ, METHODS, check_rule, format_named
@@ -20,6 +20,8 @@ from fp4convert.options.measuring import CalibrateOptions, TextOptions
 from fp4convert.options.writing import QuantizeOptions
 from fp4convert.planning.method_needs import rounded
 from fp4convert.progress import Phases
+from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.json_text import parse_json_object, read_text_file
 
 if TYPE_CHECKING:
     from fp4convert.calibration.prefix import Goal
@@ -164,6 +166,7 @@ def calibrate_first(options: QuantizeOptions, settings: Settings, is_dry: bool) 
     is_there = file.exists() and not options.force
     if not is_there:
         work.check_output(settings)
+        _refuse_uncalibrated(plain.folder, settings)
     asked = replace(
         asked,
         output=file,
@@ -204,6 +207,18 @@ def _refuse_beside_text(options: QuantizeOptions, settings: Settings) -> None:
         line = shell_line("fp4convert", "calibrate", options.source, "-o", "FILE.safetensors")
         step = f"First {line} --gram block:128 and the text; then --calibration FILE.safetensors."
         raise InputError("usage", detail, step)
+
+
+def _refuse_uncalibrated(folder: Path, settings: Settings) -> None:
+    """Raise OutputError where a result of no statistics is finished."""
+    if settings.is_forced or not (folder / RECORD).is_file():
+        return
+    record = parse_json_object(read_text_file(folder / RECORD).encode(), RECORD)
+    given = record.get(OPTIONS)
+    if isinstance(given, dict) and "calibration" not in given:
+        detail = f"{folder} holds a finished result, made without statistics"
+        step = "Choose another folder with -o, or discard its files with --force."
+        raise OutputError("other-plan", detail, step)
 
 
 def _choose_gram(work: Work) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4convert.commands.checks import as_warnings
 from fp4convert.engines.files import judged_as
-from fp4convert.errors import OutputError, shell_line
+from fp4convert.errors import InputError, OutputError, shell_line
 from fp4convert.numerics.formats import GLOBAL_RANGE
 from fp4convert.options.access import WorkOptions
 from fp4convert.options.arguments import as_folder
@@ -148,6 +149,7 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     from fp4convert.conversion.work import prepare
 
     settings = options.settings(options.device, is_elsewhere=options.ray is not None)
+    given_fit = options.fit
     if options.like is not None:
         from fp4convert.conversion.recorded_options import options_like
 
@@ -178,13 +180,26 @@ def _plan(options: QuantizeOptions, is_dry: bool) -> tuple[Work, Settings]:
     else:
         options = choose_options(options)
     settings.phases.begin("plan")
-    work = prepare(options, settings.phases, may_write=not is_dry)
+    with _fitting(given_fit):
+        work = prepare(options, settings.phases, may_write=not is_dry)
     for line in _choice_lines(work, given.exclude):
         settings.tell(line)
     _warn(options, () if is_dry else work.warnings, settings)
     if is_dry:  # which leaves nobody a step to do
         return work, settings
     return work, replace(settings, next=tuple(work.next_steps(is_absolute=True)))
+
+
+@contextmanager
+def _fitting(card: float | str | None) -> Iterator[None]:
+    """Raise errors of a target size as those of --fit, where that gave it."""
+    try:
+        yield
+    except InputError as error:
+        if card is None or error.code != "target-range":
+            raise
+        step = "Give a shorter --context, --kv-cache fp8, or a larger card."
+        raise InputError(error.code, f"--fit {card}: {error.message}", step) from None
 
 
 def _choice_lines(work: Work, excluded: Globs) -> Iterator[str]:

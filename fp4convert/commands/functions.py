@@ -145,8 +145,9 @@ def quantize(
     scale_rule: nvfp4: mse (default), amax, four-over-six, importance; mxfp4: even (default), floor,
         ceil, mse, importance; fp8: amax (default), mse; mxfp8: mse (default), floor, even, ceil.
         With --calibration the default is importance, but for awq.
-    input_scale: Activation scales for nvfp4 with --activations 4: one multiplier, or an artifact or
-        calibration file that has them. Default: --calibration, else norms and weights.
+    input_scale: Activation scales for nvfp4 with --activations 4: one multiplier, an artifact or
+        calibration file that has them, or p99.9: with --calibration, the largest input of 99.9 % of
+        tokens (p90, p99, p99.99). Default: --calibration, else norms and weights.
     global_scale: Take nvfp4's global scales from an artifact or a file; measure none.
     via: Round weights to FP8 first; less accurate, for comparison only. One of: fp8.
     min_sqnr: Fail when the SQNR of a tensor is below this many dB.

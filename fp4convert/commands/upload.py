@@ -188,7 +188,8 @@ def _check_evaluation(
     gate = gate.resolved(UsualLoss(**usual) if usual else None)
     for finding in check_limits(evaluated["kl"]["mean"], evaluated["top1"], 0.0, gate):
         detail = f"{folder} is not pushed: {finding.detail}"
-        raise GateError("gate-missed", detail, "The same command without that gate accepts it.")
+        step = "Convert it again with a text (quantize --text FILE), or take another gate."
+        raise GateError("gate-missed", detail, step)
 
 
 def _make_card(

@@ -213,7 +213,7 @@ def _understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linea
     inputs = measured_scales(calibration) if calibration and calibration.has_largest else None
     if options.input_scale is not None:
         form = Form(recipe.format, recipe.target.activations)
-        inputs = choose_scales(source, form, options.input_scale, key)
+        inputs = choose_scales(source, form, options.input_scale, key, calibration)
     weights = None
     if options.global_scale is not None:
         from fp4convert.planning.global_scales import open_global_scales

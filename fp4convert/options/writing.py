@@ -258,10 +258,11 @@ class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
     input_scale: Annotated[
         str | float | None,
         Option(
-            "Activation scales for nvfp4 with --activations 4: one multiplier, or an artifact"
-            " or calibration file that has them. Default: --calibration, else norms and weights.",
+            "Activation scales for nvfp4 with --activations 4: one multiplier, an artifact or"
+            " calibration file that has them, or p99.9: with --calibration, the largest input of"
+            " 99.9 % of tokens (p90, p99, p99.99). Default: --calibration, else norms and weights.",
             panel=QUALITY,
-            value="<number|path>",
+            value="<number|path|pN>",
             is_rare=True,
         ),
     ] = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from fp4convert.checkpoint.linears import Linears
     from fp4convert.planning.input_bounds import Float64s, Outputs
 
+PERCENTILE = re.compile(r"p\d+(\.\d+)?")
 SMALLEST = 2.0**-100  # it and its inverse are far inside float32
 HEADROOM = 8.0  # of a scale above the largest input seen
 ROOM = 8.0  # between a typical block and the least one that is rounded well
@@ -151,15 +153,20 @@ def copied_scales(artifact: Artifact, origin: str) -> InputScales:
     return InputScales(origin, find, artifact.source)
 
 
-def measured_scales(calibration: Calibration) -> InputScales:
-    """Reach beyond the largest inputs that a calibration saw."""
+def measured_scales(calibration: Calibration, share: float | None = None) -> InputScales:
+    """Reach beyond the largest inputs that a calibration saw.
+
+    share  percent of tokens, one of TOKEN_SHARES: reach to their largest inputs, and cut off what
+           is larger
+    """
     from fp4convert.calibration.statistics import check_inputs
 
     def find(fed: Fed) -> float | None:
         if not calibration.has(fed.module):
             return None
         check_inputs(calibration, fed.module)
-        amax = calibration.amax(fed.module)
+        seen, fmt = calibration, fed.form.format
+        amax = seen.amax(fed.module) if share is None else seen.token_amax(fed.module, share)
         if amax == 0:
             detail = (
                 f"{calibration.path}: {fed.module} received only zeros, or no token;"
@@ -170,9 +177,28 @@ def measured_scales(calibration: Calibration) -> InputScales:
                 f" {exclude_option(fed.module)}"
             )
             raise InputError("input-scale-zero", detail, next_step, fed.module)
-        return scale_beyond(amax, typical_seen(calibration, fed), fed.form.format)
+        if share is not None:
+            return amax / range_of(fmt)
+        return scale_beyond(amax, typical_seen(seen, fed), fmt)
 
-    return InputScales(str(calibration.path), find)
+    origin = str(calibration.path)
+    return InputScales(origin if share is None else f"{origin}, p{share:g}", find)
+
+
+def _share_in(asked: str, calibration: Calibration | None) -> float | None:
+    """Return the percentage that p99.9 names; None for a path or a name."""
+    from fp4convert.calibration.statistics import TOKEN_SHARES
+
+    if not PERCENTILE.fullmatch(asked) or os.path.exists(asked):
+        return None
+    known = {f"p{share:g}": share for share in TOKEN_SHARES}
+    if asked not in known:
+        detail = f"{OPTION} {asked}; expected one of {', '.join(known)}"
+        raise InputError("bad-input-scale", detail, f"Give {OPTION} p99.9.")
+    if calibration is None:
+        detail = f"{OPTION} {asked} is of the inputs that a calibration saw, and none is given"
+        raise InputError("bad-input-scale", detail, "Add --calibration FILE.")
+    return known[asked]
 
 
 def scale_beyond(amax: float, typical: float, fmt: Format) -> float:
@@ -203,14 +229,20 @@ def floor_of(fmt: Format) -> float:
 
 
 def choose_scales(
-    source: Source, form: Form, asked: str | float, adapter: str | None = None
+    source: Source,
+    form: Form,
+    asked: str | float,
+    adapter: str | None = None,
+    calibration: Calibration | None = None,
 ) -> InputScales:
     """Open the origin of input scales that --input-scale names.
 
     source  of the weights
     form    of most modules
-    asked   a number, or an artifact's folder, file or repository, or a calibration file
+    asked   a number, an artifact's folder, file or repository, a calibration file, or p and a
+            percentage of tokens
     adapter the key of the adapter that is merged into the source
+    calibration  of percentages
     Raises  InputError where these do not go together, nothing of that name can be opened, or it is
             of another model
     """
@@ -219,6 +251,8 @@ def choose_scales(
         detail = f"{OPTION} is not for {found}; it is for nvfp4 with --activations 4"
         raise InputError("bad-input-scale", detail, "Leave it out.")
     number = _number_in(asked)
+    if (share := _share_in(str(asked), calibration)) is not None and calibration:
+        return measured_scales(calibration, share)
     if number is None:
         from fp4convert.calibration.calibration_file import is_calibration, open_calibration
 

@@ -77,7 +77,9 @@ class UsualSqnr(NamedTuple):
 
     @property
     def words(self) -> str:
-        return f"{self.format} by {self.by} usually has {self.db:g} dB; below {self.low:g} dB is low"
+        return (
+            f"{self.format} by {self.by} usually has {self.db:g} dB; below {self.low:g} dB is low"
+        )
 
     def grade(self, mean: float) -> str:
         """Set the mean of an artifact's layers beside what is usual."""

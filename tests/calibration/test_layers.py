@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from calibrations import token_amax
 from safetensors.numpy import load_file
 from tiny_chains import LENGTH, MODELS, SAMPLES, TEXT, make_model, tokens_of
 
@@ -92,6 +93,7 @@ def assert_statistics(found: dict[str, np.ndarray], module: str, x: np.ndarray) 
         "input_sq_mean": (x * x).mean(0),
         "input_abs_mean": np.abs(x).mean(0),
         "input_channel_amax": np.abs(x).max(0),
+        "input_token_amax": token_amax(x),
         "input_gram": (x.T @ x / len(x))[None],
     }
     for kind, value in expected.items():

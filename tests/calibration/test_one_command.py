@@ -36,6 +36,14 @@ def test_one_command_is_two(tmp_path, llama, words):
     assert (record["method"], "text" in record["options"]) == ("gptq", False)
 
 
+def test_a_result_without_statistics_is_refused_before_the_model_reads(tmp_path, llama, words):
+    out = tmp_path / "out"
+    assert convert(llama, out).code == 0
+    error = convert(llama, out, "--text", words).json["error"]
+    assert (error["code"], "without statistics" in error["message"]) == ("other-plan", True)
+    assert not (tmp_path / "out.calibration.safetensors").exists()
+
+
 def test_what_is_finished_is_not_done_again(tmp_path, llama, words, monkeypatch):
     out = tmp_path / "out"
     assert convert(llama, out, "--text", words).code == 0

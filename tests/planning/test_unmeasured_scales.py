@@ -156,6 +156,31 @@ def test_a_calibrated_scale_has_headroom_that_typical_blocks_allow(source, tmp_p
     assert found == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_percentile_reaches_to_the_inputs_of_so_many_tokens(source, tmp_path):
+    """Of 1,000 tokens 999 have inputs up to 9.99."""
+    found = {}
+    for module in MODULES:
+        x = np.zeros((1000, 128 if module == f"{MLP}.down_proj" else 64))
+        x[:, 3] = np.arange(1, 1001) / 100
+        found |= statistics_of(module, x)
+    file = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), found)
+    given = ("--calibration", file, "--input-scale")
+    out = quantized(source, tmp_path / "out", "modelopt", *given, "p99.9")
+    expected = dict.fromkeys(MODULES, 9.99 / 2688)
+    assert input_scales(out, "modelopt") == pytest.approx(expected, rel=1e-6)
+    words = ("quantize", source, "--format", "nvfp4", "--dialect", "modelopt", "--activations", 4)
+    words = (*words, "--dry-run", "--json")
+    for options, expected in (
+        ((*given, "p98"), "expected one of p90, p99, p99.9, p99.99"),
+        (("--input-scale", "p99"), "of the inputs that a calibration saw"),
+    ):
+        error = run(*words, *options).json["error"]
+        assert (error["code"], expected in error["message"]) == ("bad-input-scale", True)
+    old = calibrate(source, tmp_path / "old.safetensors", AMAX)  # of an earlier version
+    error = run(*words, "--calibration", old, "--input-scale", "p99").json["error"]
+    assert error["code"] == "calibration-missing"
+
+
 def test_a_number_for_modules_that_a_calibration_lacks_is_warned_of(source, tmp_path):
     part = {module: value for module, value in AMAX.items() if module != ALONE[1]}
     file = calibrate(source, tmp_path / "c.safetensors", part)

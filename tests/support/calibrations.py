@@ -5,7 +5,9 @@ writer.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,15 @@ def notes_for(source: Source, **notes: str) -> dict[str, str]:
     }
 
 
+SHARES = ("90", "99", "99.9", "99.99")  # percent of tokens
+
+
+def token_amax(x: np.ndarray) -> np.ndarray:
+    """The largest |x| of so many percent of the rows: the nearest rank."""
+    tops = np.sort(np.abs(x).max(1))
+    return tops[[math.ceil(Fraction(share) * len(tops) / 100) - 1 for share in SHARES]]
+
+
 def statistics_of(
     module: str, x: np.ndarray, block: int = 0, is_half: bool = False
 ) -> dict[str, np.ndarray]:
@@ -48,6 +59,7 @@ def statistics_of(
         "input_sq_mean": (x * x).mean(0),
         "input_abs_mean": np.abs(x).mean(0),
         "input_channel_amax": np.abs(x).max(0),
+        "input_token_amax": token_amax(x),
         "tokens": np.int64(len(x)),
     }
     if block:
