@@ -29,8 +29,8 @@ FP4 = torch.tensor([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6.0
 # ggml's 16 levels (kvalues_iq4nl of ggml-common.h); the scale may be negative
 NL = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.0])
 E4M3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-SHRINKS = torch.linspace(0.75, 1.5, 26)  # of 16-bit scales
-NEAR = range(-6, 4)  # E4M3 scales around that of the largest magnitude
+SHRINKS = torch.linspace(0.62, 1.3, 28)  # of 16-bit scales: where the largest lies, 1 at the end
+NEAR = range(-6, 8)  # E4M3 scales around that of the largest magnitude, which may become 4, too
 
 
 class Way(NamedTuple):
