@@ -29,8 +29,8 @@ FP4 = torch.tensor([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6.0
 # ggml's 16 levels (kvalues_iq4nl of ggml-common.h); the scale may be negative
 NL = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.0])
 E4M3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-SHRINKS = torch.linspace(0.75, 1.5, 26)  # of 16-bit scales
-NEAR = range(-6, 4)  # E4M3 scales around that of the largest magnitude
+SHRINKS = torch.linspace(0.62, 1.3, 28)  # of 16-bit scales: where the largest lies, 1 at the end
+NEAR = range(-6, 8)  # E4M3 scales around that of the largest magnitude, which may become 4, too
 
 
 class Way(NamedTuple):
@@ -44,7 +44,7 @@ class Way(NamedTuple):
 
 WAYS = {
     "NVFP4": Way(FP4, 16, True, 0),
-    "NVFP4, errors weighted by |x|": Way(FP4, 16, True, 1),
+    "NVFP4, errors weighted by abs(x)": Way(FP4, 16, True, 1),
     "NVFP4, errors weighted by x^2": Way(FP4, 16, True, 2),
     "IQ4_NL": Way(NL, 32, False, 2),
     "IQ4_NL, errors not weighted": Way(NL, 32, False, 0),
@@ -53,11 +53,20 @@ WAYS = {
 }
 
 
+def nearest(x: Tensor, levels: Tensor) -> Tensor:
+    """The nearest level; of two as near, that of E2M1's even code."""
+    if levels is not FP4:
+        return levels[torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)]
+    size = x.abs().clamp(max=6)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return ((size / step).round() * step).copysign(x)
+
+
 def in_levels(w: Tensor, amax: float, way: Way) -> Tensor:
     """The values that a matrix gets."""
     blocks = w.reshape(-1, way.block)
     weight = blocks.abs().pow(way.power)
-    middles, top = (way.levels[1:] + way.levels[:-1]) / 2, float(way.levels.abs().max())
+    top = float(way.levels.abs().max())
     largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
     signs = (1.0,) if way.levels is FP4 else (1.0, -1.0)
     if way.is_e4m3:
@@ -68,7 +77,7 @@ def in_levels(w: Tensor, amax: float, way: Way) -> Tensor:
         scales = [largest / (float(way.levels[0]) * shrink) for shrink in SHRINKS]
     least, best = torch.full_like(largest, torch.inf), torch.zeros_like(blocks)
     for tried in scales:
-        levels = way.levels[torch.bucketize(blocks / tried, middles)]
+        levels = nearest(blocks / tried, way.levels)
         scale = tried
         if not way.is_e4m3:
             power = (weight * levels.square()).sum(1, keepdim=True).clamp(min=1e-38)
@@ -168,7 +177,7 @@ def losses_of(judge: Judge) -> dict[str, Loss]:
 def main(arguments: list[str]) -> int:
     """Print the table of each model."""
     folder = ROOT / "build" / "fidelity"
-    makers = {SPEECH: speech, LANGUAGE: language}
+    makers = {LANGUAGE: language, SPEECH: speech}
     with torch.no_grad():
         for model in arguments or makers:
             losses = losses_of(makers[model](folder))
