@@ -218,7 +218,7 @@ def _refuse_empty(words: list[str], called: Sequence[str]) -> None:
 
     A variable of the shell that is not set leaves an empty value.
     """
-    declared = [each for name in called[:1] for each in COMMANDS[name].declared()]
+    declared = [each for name in called[:1] for each in COMMANDS[name].shown()]
     valued = {flag for each in declared if each.type is not bool for flag in flags_of(each)}
     known = {"--help", "-h"} | {flag for each in declared for flag in flags_of(each)}
     for before, word in zip(["", *words], words, strict=False):

@@ -104,7 +104,7 @@ def _commands() -> dict[str, set[str]]:
     from fp4convert.cli.options import flags_of
 
     return {
-        name: {flag for each in command.declared() for flag in flags_of(each)}
+        name: {flag for each in command.shown() for flag in flags_of(each)}
         for name, command in COMMANDS.items()
     }
 

@@ -94,15 +94,18 @@ class Command:
         shared = [*([DRY_RUN] if self.preview else []), JSON, QUIET, VERBOSE]
         return [*declared_in(self.options), *shared]
 
+    def shown(self) -> list[Declared]:
+        """Return the options of the command line."""
+        return [each for each in self.declared() if each.name not in self.hidden]
+
     def for_typer(self) -> Callable[..., None]:
         """Return a function whose parameters typer reads."""
 
         def called(**words: Any) -> None:
             self._run(words)
 
-        declared = [each for each in self.declared() if each.name not in self.hidden]
         made: Any = called
-        made.__signature__ = Signature([parameter_of(each) for each in declared])
+        made.__signature__ = Signature([parameter_of(each) for each in self.shown()])
         made.__annotations__ = {}
         return called
 

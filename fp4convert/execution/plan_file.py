@@ -7,13 +7,13 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from fp4convert.errors import OutputError
 from fp4convert.makers.maker import Fact
-from fp4convert.numerics.error_sums import Account
+from fp4convert.numerics.error_sums import Account, Sums
 from fp4convert.planning.steps import Task
 from fp4convert.storage.checkpoint_files import (
     GGUF,
@@ -95,7 +95,8 @@ class Done:
         return Done(files, found["global_scale"], found["account"], *counts, found["norm"])
 
     def as_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        # asdict copies each count of each histogram: 0.15 ms for each matrix.
+        return json.dumps(self, default=_fields_of, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Done:
@@ -116,6 +117,10 @@ class Done:
         if not types[0] <= {str} or not types[1] <= {float}:
             raise TypeError("a record of other types")
         return done
+
+
+def _fields_of(value: Done | Account | Sums) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__slots__}
 
 
 def nbytes_written(tasks: Iterable[TaskFiles], texts: Mapping[str, str]) -> int:

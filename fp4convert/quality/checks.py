@@ -157,7 +157,7 @@ def check_headers(artifact: Artifact) -> Iterator[Finding]:
 
 
 def choose_modules(artifact: Artifact, is_full: bool) -> list[str]:
-    """Choose the modules to read block scales of: all, or a sample."""
+    """Choose the modules to read block scales of: all, or a sample, never none."""
     modules, nbytes_of = sorted(artifact.modules), scale_nbytes(artifact)
     if artifact.scale_layout not in LAYOUTS:  # codes lie among the scales, and are read with them
         for module, packed in artifact.modules.items():
@@ -168,12 +168,13 @@ def choose_modules(artifact: Artifact, is_full: bool) -> list[str]:
         at_once, left, most = ALL_NBYTES, SAMPLE_NBYTES, count
     if is_full or (nbytes <= at_once and count <= most):
         return modules
-    chosen = []
-    for module in modules[:: max(math.ceil(nbytes / left), math.ceil(count / most))]:
-        if nbytes_of[module] <= left:
+    chosen, stride = [], max(math.ceil(nbytes / left), math.ceil(count / most))
+    for first in range(0, count, stride):
+        fitting = (one for one in modules[first : first + stride] if nbytes_of[one] <= left)
+        if module := next(fitting, None):
             chosen.append(module)
             left -= nbytes_of[module]
-    return chosen
+    return chosen or [min(modules, key=lambda module: nbytes_of[module])]
 
 
 def scale_nbytes(artifact: Artifact) -> dict[str, int]:

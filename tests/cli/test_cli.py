@@ -89,6 +89,11 @@ def test_words_before_and_behind_a_command(artifact, tmp_path):
     for words, step in (
         (("quantize", "x", "--scale-layout", "8x4"), "It is an option of fp4convert transcode."),
         (("upload", "x"), "fp4convert calls it push."),
+        (
+            ("reproduce", "x", "--force"),
+            "It is an option of fp4convert quantize, dequantize, transcode, calibrate, prune, "
+            "attest.",
+        ),
     ):
         assert run(*words, "--json").json["error"]["next"] == step
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from checkpoints import FIRST, SECOND, run, run_alone, unless_given, write_llama
 
 from fp4convert.execution.folder import entered
 from fp4convert.execution.plan_file import Done, Manifest, TaskFiles
+from fp4convert.numerics.error_sums import Account, Sums
 
 STATE, RECORD = ".fp4convert", "quantization_config.json"
 DEEP, BIG = b"[" * 100_000, b"9" * 6000
@@ -145,6 +147,13 @@ def test_a_record_is_parsed_once_as_long_as_it_stays_the_same(tmp_path, monkeypa
         assert folder.record_of(task) is None
         record.unlink()
         assert folder.record_of(task) is None
+
+
+def test_the_record_of_a_shard_is_what_asdict_makes_of_it():
+    sums = Sums(32, 1.5, 0.25, 1.25, 2.0, 3, tuple(range(16)))
+    done = Done({"m": "0" * 64}, {"g": 0.1}, {"l": Account("l.weight", "nvfp4", "source", sums)})
+    assert done.as_json() == json.dumps(asdict(done), sort_keys=True)
+    assert Done.from_json(done.as_json()) == done
 
 
 CHANGES = {

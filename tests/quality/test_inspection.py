@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import struct
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,7 +78,24 @@ def test_a_module_above_the_budget_hides_no_other():
     artifact = of_shapes(100, (1024, 1024))
     artifact.modules["embed_tokens"] = SimpleNamespace(shape=(1 << 18, 5120), form=Form(NVFP4))
     assert sorted(artifact.modules)[0] == "embed_tokens"
-    assert len(choose_modules(artifact, False)) == 50
+    assert len(choose_modules(artifact, False)) == 51
+
+
+def test_where_most_modules_are_above_the_budget_a_smaller_one_is_read():
+    """Llama 3.1 405B: every 527th module is a matrix of its MLP, with 54.5 MB of scales."""
+    names = [
+        f"layers.{n:03}.mlp.{name}_proj" for n in range(126) for name in ("down", "gate", "up")
+    ]
+    artifact = of_shapes(0, (0, 0))
+    wide, square = SimpleNamespace(shape=(53248, 16384), form=Form(NVFP4)), (16384, 16384)
+    artifact.modules |= dict.fromkeys(names, wide)
+    assert choose_modules(artifact, False) == [min(names)]
+    for n, name in product(range(126), ("q", "k", "v", "o")):
+        smaller = SimpleNamespace(shape=square, form=Form(NVFP4))
+        artifact.modules[f"layers.{n:03}.self_attn.{name}_proj"] = smaller
+    assert [name.partition("self_attn.")[2] for name in choose_modules(artifact, False)] == [
+        *("k_proj", "o_proj")
+    ]
 
 
 def test_share_read_is_of_the_bytes_of_block_scales(monkeypatch, tmp_path):
