@@ -85,7 +85,7 @@ class Moments:
         return {f"{module}.{kind}": value.cpu().numpy() for kind, value in found.items()}
 
     def _token_amax(self) -> torch.Tensor:
-        """Return the largest |x| of so many percent of the tokens, the nearest rank."""
+        """Return the largest |x| of so many percent of the tokens."""
         if not self.tops:
             return torch.zeros(len(TOKEN_SHARES))
         tops, _ = torch.cat(self.tops).sort()

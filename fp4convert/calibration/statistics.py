@@ -133,7 +133,7 @@ class Calibration(NamedTuple):
         return self._read_number(module, "input_amax")
 
     def token_amax(self, module: str, share: float) -> float:
-        """Return the largest |x| of `share` percent of the tokens, one of TOKEN_SHARES."""
+        """Return the largest |x| of one of TOKEN_SHARES of the tokens."""
         values = self._read_checked(module, "input_token_amax")
         if values.shape != (len(TOKEN_SHARES),):
             detail = f"has the shape {list(values.shape)}; expected {[len(TOKEN_SHARES)]}"

@@ -157,7 +157,7 @@ def check_headers(artifact: Artifact) -> Iterator[Finding]:
 
 
 def choose_modules(artifact: Artifact, is_full: bool) -> list[str]:
-    """Choose the modules to read block scales of: all, or a sample, never none."""
+    """Choose the modules to read block scales of: all, or a sample."""
     modules, nbytes_of = sorted(artifact.modules), scale_nbytes(artifact)
     if artifact.scale_layout not in LAYOUTS:  # codes lie among the scales, and are read with them
         for module, packed in artifact.modules.items():
