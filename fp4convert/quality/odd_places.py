@@ -26,6 +26,7 @@ DIFFERENT_ROW = 0.9
 OFF_ROW = 0.5
 # Of a block, by its own and by the mean of its row's blocks: GPTQ left 4 at most.
 DIFFERENT_BLOCK = 16.0
+ALONG = 0.8  # squared cosine of a block's errors and its values
 PLACED = 5.0  # times that, where a method places errors for the sake of outputs
 # Power of a block by that mean, from which no rule rounds all of it to zeros: its largest value
 # decides its scale.
@@ -119,13 +120,16 @@ class OddPlaces:
         mean = of_rows[:, None] / signal.shape[1]
         most = DIFFERENT_ROW * of_rows
         is_lost = (noise == signal) & (signal > NEVER_ZERO * mean)
-        is_odd = (noise > self._far_block * np.maximum(signal, mean)) | is_lost
+        usual = np.maximum(signal, mean)
+        is_odd = (noise > self._far_block * usual) | is_lost
+        if self._is_placed:  # errors that lie along the values: another scale, which GPTQ never is
+            along = np.einsum("rbk,rbk->rb", x.reshape(shape), difference.reshape(shape))
+            is_odd |= (noise > DIFFERENT_BLOCK * usual) & (along**2 > ALONG * signal * noise)
         # 2. Rows, unless a few such blocks are all that is wrong with one.
         others = wrong - np.where(is_odd, noise, 0).sum(axis=1)
         is_odd_row = (wrong > most) & ((is_odd.mean(axis=1) > FEW) | (others > most))
         if self._is_placed:
-            along = np.einsum("rbk,rbk->r", x.reshape(shape), difference.reshape(shape))
-            is_odd_row &= np.abs(along) > OFF_ROW * of_rows
+            is_odd_row &= np.abs(along.sum(axis=1)) > OFF_ROW * of_rows
         self._rows += [
             (first_row + int(row), float(wrong[row]) / self._columns)
             for row in np.flatnonzero(is_odd_row)

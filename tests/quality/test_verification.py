@@ -76,7 +76,7 @@ def test_a_sound_artifact_passes(format, dialect, source, artifact):
     measured = verify(folder, "--source", source)
     assert (measured["findings"], measured["verdict"]) == ([], None)
     told = run("verify", folder, "--source", source).out
-    assert f"are {usual['db']:g} dB, low is {usual['low']:g} dB" in told
+    assert f"usually has {usual['db']:g} dB; below {usual['low']:g} dB is low" in told
     assert min(checked["files"], checked["modules"]) > 0
     assert checked == measured["checked"] | {"tensors": 0, "source": None}
     assert measured["checked"]["tensors"] == len(measured["tensors"]) > 0
