@@ -171,9 +171,9 @@ def choose_modules(artifact: Artifact, is_full: bool) -> list[str]:
     chosen, stride = [], max(math.ceil(nbytes / left), math.ceil(count / most))
     for first in range(0, count, stride):
         fitting = (one for one in modules[first : first + stride] if nbytes_of[one] <= left)
-        if module := next(fitting, None):
-            chosen.append(module)
-            left -= nbytes_of[module]
+        if chosen_one := next(fitting, None):
+            chosen.append(chosen_one)
+            left -= nbytes_of[chosen_one]
     return chosen or [min(modules, key=lambda module: nbytes_of[module])]
 
 
