@@ -134,9 +134,9 @@ class Calibration(NamedTuple):
 
     def token_amax(self, module: str, share: float) -> float:
         """Return the largest |x| of one of TOKEN_SHARES of the tokens."""
-        values = self._read_checked(module, "input_token_amax")
-        if values.shape != (len(TOKEN_SHARES),):
-            detail = f"has the shape {list(values.shape)}; expected {[len(TOKEN_SHARES)]}"
+        values, count = self._read_checked(module, "input_token_amax"), len(TOKEN_SHARES)
+        if values.shape != (count,):
+            detail = f"has the shape {list(values.shape)}; expected {[count]}"
             raise self.refusal(self.find(module, "input_token_amax"), detail)
         return float(values[TOKEN_SHARES.index(share)])
 

@@ -197,7 +197,10 @@ def _share_in(asked: str, calibration: Calibration | None) -> float | None:
         raise InputError("bad-input-scale", detail, f"Give {OPTION} p99.9.")
     if calibration is None:
         detail = f"{OPTION} {asked} is of the inputs that a calibration saw, and none is given"
-        raise InputError("bad-input-scale", detail, "Add --calibration FILE.")
+        step = (
+            "First fp4convert calibrate SOURCE -o FILE and the text; then add --calibration FILE."
+        )
+        raise InputError("bad-input-scale", detail, step)
     return known[asked]
 
 
